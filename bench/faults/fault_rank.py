@@ -28,7 +28,7 @@ import torch
 from shardwise.run.checkpoint import background, disk
 from shardwise.run.engine import Engine
 from shardwise.run.state.optimizer import Optimizer
-from shardwise.run.step.result import StepResult
+from shardwise.run.step.dispatch import StepResult
 from shardwise.run.step.stage_runner import StageRunner
 from shardwise.train import artifacts, flow, loop
 from shardwise.train.checkpoint_saver import CheckpointSaver

@@ -24,7 +24,7 @@ from bench.common.processes import ROOT
 from shardwise.api import plan as make_plan
 from shardwise.plan.layout import Layout
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.recovery.fingerprints import fingerprint_of
 from shardwise.run.recovery.snapshots import Snapshots, required_bytes
 from shardwise.train.recovery.anomalies import loss_anomaly

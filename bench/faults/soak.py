@@ -30,7 +30,7 @@ from bench.faults.fault_runs import CONFIG, forkers_of, ranks_of, send
 from shardwise.api import plan as make_plan
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
-from shardwise.run.step.result import StepResult
+from shardwise.run.step.dispatch import StepResult
 from shardwise.train import flow, loop
 from shardwise.train.config import TrainingConfig
 from shardwise.train.flow import PlannedRun

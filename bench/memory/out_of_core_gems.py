@@ -19,7 +19,7 @@ import shardwise
 from bench.common.measure import turn
 from shardwise.errors import ShardwiseError
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.schedules import build
 from shardwise.simulate.clock import simulate
 from shardwise.world.launch.launch import launch

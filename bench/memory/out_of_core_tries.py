@@ -19,7 +19,7 @@ import shardwise
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.world.launch.launch import launch
 from shardwise.world.world import World
 from shardwise.zoo import names

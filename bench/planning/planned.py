@@ -192,7 +192,7 @@ class Plans:
         from shardwise.errors import ShardwiseError
         from shardwise.plan.layout import Layout
         from shardwise.plan.plan_file import format_plan
-        from shardwise.run.rank_model.build import ModelSource
+        from shardwise.run.rank_model.model_source import ModelSource
         from shardwise.solve.search import search
         from shardwise.solve.space import iterate_layouts, parse_constraints
         from shardwise.zoo.resolve import resolve

@@ -18,7 +18,7 @@ import torch
 from bench.common.rank import Line
 from shardwise.plan.plan_file import parse_plan
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.world.comm.group import Group
 from shardwise.world.launch.join import join
 from shardwise.world.world import World

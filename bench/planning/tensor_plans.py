@@ -41,7 +41,7 @@ from shardwise.plan.ir.placement import P, R, Shard
 from shardwise.plan.ir.transition import sent_fraction
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import CachedModelSource, shard_graph
+from shardwise.run.rank_model.model_source import CachedModelSource, shard_graph
 from shardwise.world.launch.launch import launch
 from shardwise.world.world import World
 

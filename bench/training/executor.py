@@ -24,7 +24,7 @@ from shardwise.plan.ir.timeline_difference import compare_by_action
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.simulate.clock import simulate
 from shardwise.world.launch.launch import launch
 from shardwise.world.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from shardwise.model.graph import Graph
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.zoo.resolve import resolve
 
 

@@ -33,8 +33,8 @@ from shardwise.plan.plan_file import format_plan, parse_plan, read_plan
 from shardwise.report.progress import show_progress
 from shardwise.run.engine import DeviceOptions, Engine
 from shardwise.run.rank_agreement import check_model_agrees, synchronize_generators
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource
 from shardwise.run.rank_model.capture_cache import truncate_batch
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.uncaptured.trial import check_data_parallel
 from shardwise.run.verify.verification import Verification

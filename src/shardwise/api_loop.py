@@ -25,7 +25,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.run.loop.shard_module import shard_module
 from shardwise.run.rank_agreement import check_model_agrees, synchronize_generators
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.solve.search import search
 from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.train.data.loader import ShardedLoader

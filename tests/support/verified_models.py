@@ -21,7 +21,7 @@ from shardwise.plan.ir.grid import grids_of
 from shardwise.plan.ir.schedule_sizes import refuse_sizes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verification import Verification
 from shardwise.run.verify.verify import verify_plan
 from shardwise.zoo.resolve import resolve

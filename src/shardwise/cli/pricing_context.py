@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardwise.cluster.cluster import Cluster
     from shardwise.model.graph import Graph
     from shardwise.model.sharding.sharding import Sharding
-    from shardwise.run.rank_model.build import CachedModelSource
+    from shardwise.run.rank_model.model_source import CachedModelSource
     from shardwise.zoo.resolved import ResolvedModel
 
 
@@ -65,7 +65,7 @@ class PricingContext:
 
     @cached_property
     def source(self) -> CachedModelSource:
-        from shardwise.run.rank_model.build import CachedModelSource
+        from shardwise.run.rank_model.model_source import CachedModelSource
 
         return CachedModelSource.from_model(self.module if self.module is not None else self.resolved.make)
 

@@ -107,13 +107,12 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
     from shardwise import api
     from shardwise.cluster.catalogue import dump
     from shardwise.plan.layout import Layout
-    from shardwise.run.rank_model.build import CachedModelSource
+    from shardwise.run.rank_model.model_source import CachedModelSource
     from shardwise.train.check_tokens import check_tokens
-    from shardwise.train.compiled_trial import choose_compilation, compiling_may_pay
     from shardwise.train.flow import PlannedRun
     from shardwise.train.optimizers import optimizer_of
     from shardwise.train.training_task import sequence_length_of, with_positions
-    from shardwise.train.trials import num_worthwhile_trials
+    from shardwise.train.trials import choose_compilation, compiling_may_pay, num_worthwhile_trials
     from shardwise.zoo.resolve import resolve
 
     cluster = options.load_cluster(config.plan.cluster, out)

@@ -1,25 +1,82 @@
-"""Checkpoint saving of an engine, synchronous or in the background (asynchronous), in a format that any layout loads."""
+"""State of an engine: its shards on this rank, the full state dict, and checkpoints in a format that any layout loads.
+
+Checkpoints are saved synchronously or in the background (asynchronously).
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from shardwise.plan.ir.mesh import Mesh
+from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
-from shardwise.world.world import World
+from shardwise.run.gradients.error_feedback import ErrorFeedbackState
+from shardwise.run.gradients.parameter_servers import ParameterServers
+from shardwise.run.gradients.stale_updates import StaleUpdates
+from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.recovery.snapshots import RankState
+from shardwise.run.sharded_state import checkpoint_shards, full_state, rank_state
+from shardwise.run.state.optimizer import Optimizer
+from shardwise.run.state.precision import LossScale
+from shardwise.world.memory import Accounts
+from shardwise.world.world import Group, World
 
 
-class CheckpointMixin(ABC):
-    """Adds `save`, `begin_save` and `finish_save` to a class with sharded state. `step_index`: number of completed steps."""
+class CheckpointMixin:
+    """Adds what saves and loads state to a class with sharded state. `step_index`: number of completed steps."""
 
+    plan: Plan
     world: World
+    mesh: Mesh
+    memory: Accounts
+    rank_model: RankModel
+    loss_scale: LossScale
     step_index: int
+    _world_group: Group
+    _counters: dict[str, Tensor]
+    _optimizer: Optimizer
+    _stale: StaleUpdates | ParameterServers | None
+    _residuals: ErrorFeedbackState
 
-    @abstractmethod
+    def drain(self) -> None:
+        """With staleness: apply all pending updates, so that weights include all completed steps. Every rank calls it, or none."""
+        if self._stale is not None:
+            with self.memory.with_out_of_memory_error(self.world.rank):
+                self._stale.drain()
+
     def state_shards(self, drain: bool = True) -> list[checkpoint.StateShard]:
-        """Return this rank's shards of the state."""
+        """Return this rank's parameters, buffers, optimizer state, counters and compression residuals, for checkpoints.
+
+        Pending updates are applied first, unless `drain` is False.
+        """
+        if drain:
+            self.drain()
+        pieces = self._model_shards()
+        if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
+            pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
+        return [
+            *pieces,
+            *self._residuals.state_shards(self.step_index),
+            *self.loss_scale.state_shards(self.step_index, self.world.rank == 0),
+        ]
+
+    def _model_shards(self) -> list[checkpoint.StateShard]:
+        """Return this rank's parameters, buffers, optimizer state and counters."""
+        counters, coordinates = self._counters | self._optimizer.counters, self.mesh.coordinates(self.world.rank)
+        return checkpoint_shards(self.rank_model, self._optimizer, coordinates, counters)
+
+    def state(self) -> RankState:
+        """Return this rank's state: the tensors themselves, not copies."""
+        other_tensors = (*self._residuals.tensors, *self.loss_scale.tensors, *self._counters.values())
+        return rank_state(self.rank_model, self._optimizer, other_tensors, is_served=self.plan.layout.servers > 0)
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the full state dict under the model's own names (tied tensors under each of theirs) on rank 0; None elsewhere."""
+        return full_state(self.rank_model, self.state_shards(), self._world_group)
 
     @cached_property
     def _background_save(self) -> checkpoint.BackgroundSaver:
@@ -40,3 +97,23 @@ class CheckpointMixin(ABC):
     def finish_save(self) -> None:
         """Wait for the save that `begin_save` started, if any; every rank calls it. Raises CheckpointError if it failed."""
         self._background_save.finish()
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.
+
+        Raises:
+            CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
+        """
+        if self.plan.layout.servers:  # which may be updating
+            self.drain()
+        wanted = self._model_shards()
+        optional = [*self._residuals.state_shards(-1), *self.loss_scale.state_shards(-1, self.world.rank == 0)]
+        extra = checkpoint.load(folder, [*wanted, *optional], self.world)
+        if self._stale is not None:
+            self._stale.discard_pending()
+        self._optimizer.load_parameters()
+        self.step_index = int(self._counters["step"])
+        self._residuals.finish_load(self.step_index)
+        self.loss_scale.after_load(self.step_index)
+        self._optimizer.set_steps(self.step_index - self.loss_scale.num_skipped)
+        return extra

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,6 @@ from shardwise.plan.ir.program import Manage, ManageOp
 from shardwise.plan.ir.timeline import Timeline
 from shardwise.plan.microbatches import check_equal_shares, num_microbatches, partial_batch_sizes, replica_sizes
 from shardwise.plan.plan import MemoryBreakdown, Plan
-from shardwise.run import checkpoint
-from shardwise.run.checkpoint import StateShard
 from shardwise.run.checkpointing import CheckpointMixin
 from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates
 from shardwise.run.gradients.error_feedback import ErrorFeedbackState
@@ -37,20 +34,20 @@ from shardwise.run.gradients.stale_updates import StaleUpdates
 from shardwise.run.parts.rows import BatchRows, StageReplica
 from shardwise.run.publish import Address, publish_weights
 from shardwise.run.rank_agreement import check_batch_agrees
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource, build_rank_model
+from shardwise.run.rank_model.build import BuildRequest, build_rank_model
 from shardwise.run.rank_model.capture_cache import CaptureCache, Microbatches, by_length, prepare_step_inputs, sequence_length_of
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.rank_model.runnable_capture import RunnableCapture, StepInputs
 from shardwise.run.recovery.fingerprints import Fingerprints, SuspectStep
-from shardwise.run.recovery.snapshots import RankState
 from shardwise.run.residency.host_store import HostStore
 from shardwise.run.residency.weight_gatherer import WeightGatherer
-from shardwise.run.sharded_state import checkpoint_shards, full_state, full_tensors, gradient_shards, input_gradients, rank_state
+from shardwise.run.sharded_state import full_tensors, gradient_shards, input_gradients
 from shardwise.run.state.optimizer import Optimizer, OptimizerSpec
 from shardwise.run.state.parameters import share_gradient_memory
 from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_precision
+from shardwise.run.step.dispatch import StepCheck, StepResult, mean_loss
 from shardwise.run.step.executor import RunResult
 from shardwise.run.step.executors import ExecutorCache
-from shardwise.run.step.result import StepCheck, StepResult, mean_loss
 from shardwise.run.step.resumption import StepResumption
 from shardwise.run.step.stage_resharding import pipeline_group_of
 from shardwise.run.uncaptured.replicated import build_replicated
@@ -96,11 +93,8 @@ class Engine(CheckpointMixin):
         if not isinstance(model, ModelSource) and seed is not None:
             torch.manual_seed(seed)
         source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
-        seed = torch.initial_seed() if seed is None else seed
-        if plan.uncaptured:
-            self.rank_model = build_replicated(plan, source, batch, loss, world, self.optimizer_spec, seed)
-        else:
-            self.rank_model = build_rank_model(plan, source, batch, loss, world, self.optimizer_spec, seed)
+        request = BuildRequest(plan, source, batch, loss, world, self.optimizer_spec, torch.initial_seed() if seed is None else seed)
+        self.rank_model = build_replicated(request) if plan.uncaptured else build_rank_model(request)
         self.mesh = plan.layout.mesh_of(world.rank)
         sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.stage_axes)))  # ranks with different samples
         self.data_index, self.data_size, self._sample_group = self.mesh.index_along(world.rank, cut), len(sharing), world.group(sharing)
@@ -118,23 +112,13 @@ class Engine(CheckpointMixin):
         self.resumption = StepResumption(world, self.rank_model, plan.layout, self.gradients)
         self._residuals = ErrorFeedbackState(self.gradients.compressed.values(), plan.layout, world.rank)
         self.loss_scale = LossScale(world.device, plan.layout.precision, device.initial_loss_scale)
-        compiles = plan.layout.compile == "on"
+        gathered, host = self._weight_gatherer, self._host_store
         self._executors = ExecutorCache(
-            self.rank_model,
-            plan,
-            world,
-            self.memory,
-            self.gradients,
-            self._weight_gatherer,
-            self._host_store,
-            compile=compiles,
-            loss_scale=self.loss_scale,
+            self.rank_model, plan, world, self.memory, self.gradients, gathered, host, plan.layout.compile == "on", self.loss_scale
         )
         self._executor = self._executors.executor_for(plan.microbatch_sizes)
-        self._captures, self.source = (
-            CaptureCache(RunnableCapture(BatchSignature.of(batch), self._executors, replicas), source, loss),
-            source,
-        )
+        self.source = source
+        self._captures = CaptureCache(RunnableCapture(BatchSignature.of(batch), self._executors, replicas), source, loss)
         self.build_executors = self._captures.build_executors  # for other captures
         self._optimizer, self._stale = self._build_optimizer(sums)
         self._optimizer.load_parameters()
@@ -352,12 +336,6 @@ class Engine(CheckpointMixin):
         self.step_index += 1
         return norm
 
-    def drain(self) -> None:
-        """With staleness: apply all pending updates, so that weights include all completed steps. Every rank calls it, or none."""
-        if self._stale is not None:
-            with self.memory.with_out_of_memory_error(self.world.rank):
-                self._stale.drain()
-
     def evaluate(self, batch: Any, is_global_batch: bool | None = None, samples: int = 0) -> float:
         """Return the loss on a batch in evaluation mode, which is captured at the first call. `is_global_batch`, `samples`: as for `step`.
 
@@ -463,29 +441,6 @@ class Engine(CheckpointMixin):
         row_counts, forms = self._sample_group.all_gather(count_and_form, 0).T.tolist()
         return row_counts, len(set(forms)) == 1
 
-    def state_shards(self, drain: bool = True) -> list[StateShard]:
-        """Return this rank's parameters, buffers, optimizer state, counters and compression residuals, for checkpoints.
-
-        Pending updates are applied first, unless `drain` is False.
-        """
-        if drain:
-            self.drain()
-        pieces = checkpoint_shards(
-            self.rank_model, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters
-        )
-        if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
-            pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
-        return [
-            *pieces,
-            *self._residuals.state_shards(self.step_index),
-            *self.loss_scale.state_shards(self.step_index, self.world.rank == 0),
-        ]
-
-    def state(self) -> RankState:
-        """Return this rank's state: the tensors themselves, not copies."""
-        other_tensors = (*self._residuals.tensors, *self.loss_scale.tensors, *self._counters.values())
-        return rank_state(self.rank_model, self._optimizer, other_tensors, is_served=self.plan.layout.servers > 0)
-
     def watch(self, judge: StepCheck) -> Fingerprints:
         """Check in every step that only updates change weights and optimizer state, and call `judge` before each update (no staleness).
 
@@ -494,10 +449,6 @@ class Engine(CheckpointMixin):
             self._judge, self.gradients.records_norms = judge, True
             self._fingerprints.watch([*self._optimizer.state_changed_by_update(), *self.state().constant], self.step_index)
         return self._fingerprints
-
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the full state dict under the model's own names (tied tensors under each of theirs) on rank 0; None elsewhere."""
-        return full_state(self.rank_model, self.state_shards(), self._world_group)
 
     def gradient(self, name: str) -> Tensor | None:
         """Return this rank's shard of a parameter's reduced gradient after `forward_backward`; None on other stages. With ZeRO only this
@@ -524,25 +475,3 @@ class Engine(CheckpointMixin):
     def publish(self, to: Sequence[Address]) -> int:
         """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
         return publish_weights(self.state_shards(), to, self._world_group, self.step_index)
-
-    def load(self, folder: str | Path) -> dict[str, Any]:
-        """Continue from a checkpoint (or the newest good one of a folder), whatever layout wrote it. Returns its `extra`.
-
-        Raises:
-            CheckpointError: nothing to load, damaged, or of another model; then nothing has been changed.
-        """
-        if self.plan.layout.servers:  # which may be updating
-            self.drain()
-        wanted = checkpoint_shards(
-            self.rank_model, self._optimizer, self.mesh.coordinates(self.world.rank), self._counters | self._optimizer.counters
-        )
-        optional = [*self._residuals.state_shards(-1), *self.loss_scale.state_shards(-1, self.world.rank == 0)]
-        extra = checkpoint.load(folder, [*wanted, *optional], self.world)
-        if self._stale is not None:
-            self._stale.discard_pending()
-        self._optimizer.load_parameters()
-        self.step_index = int(self._counters["step"])
-        self._residuals.finish_load(self.step_index)
-        self.loss_scale.after_load(self.step_index)
-        self._optimizer.set_steps(self.step_index - self.loss_scale.num_skipped)
-        return extra

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.lower.lowering import torch_operator
 from shardwise.model.graph import Graph
 from shardwise.ops.attention import attention_mask_of, is_fused_attention
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.train.config import TrainingConfig
 from shardwise.train.corpus import DESCRIPTION, VOCABULARY, read_description
 from shardwise.train.training_task import POSITIONS

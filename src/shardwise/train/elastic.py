@@ -128,11 +128,8 @@ def train(world: World, job: TrainingJob, plans: Mapping[int, Plan], make: MakeE
                 return summary
             except Exception as error:
                 failure = error
-            why = attempt.world.failure_reason or (str(failure).split(": [")[0].split("\n")[0] if is_peer_loss(failure) else "")
             folder = job.folder / VOTE_FOLDER / lineage
-            if not why:
-                attempt.next_vote(folder).record_failure(f"{type(failure).__name__}: {failure}")
-                raise failure
+            why = _peer_loss_reason(attempt, failure, folder)
             if run is not None or copies is not None or surviving is None:
                 surviving = _SurvivingState(run, why, copies, state.required)
             del run, failure, copies
@@ -166,6 +163,15 @@ class _Attempt:
         work.recovery = RecoveryContext(PersistentMemory(work.rank), None, None)
         work.previous_recorders = self.world.previous_recorders
         return work
+
+
+def _peer_loss_reason(attempt: _Attempt, failure: Exception, folder: Path) -> str:
+    """Describe the peer loss that ended an attempt. Any other failure is recorded for the next vote, and raised."""
+    why = attempt.world.failure_reason or (str(failure).split(": [")[0].split("\n")[0] if is_peer_loss(failure) else "")
+    if not why:
+        attempt.next_vote(folder).record_failure(f"{type(failure).__name__}: {failure}")
+        raise failure
+    return why
 
 
 def _reconvene(attempt: _Attempt, folder: Path, reason: str) -> _Attempt:

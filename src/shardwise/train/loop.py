@@ -17,7 +17,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,9 +28,9 @@ from shardwise.plan.compatibility import SPLIT_BY_LENGTH
 from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.recovery.snapshots import Snapshots, agree_on_step, required_bytes, state_for_memory
-from shardwise.run.step.result import StepResult
+from shardwise.run.step.dispatch import StepResult
 from shardwise.train import artifacts
 from shardwise.train.checkpoint_saver import CheckpointSaver
 from shardwise.train.components import NANOSECONDS, StepComponents
@@ -142,18 +142,6 @@ def prepare_job(job: TrainingJob) -> PreparedJob:
     return PreparedJob(job, replace(task, captured=captured))
 
 
-class _HasLoss(Protocol):
-    """Anything with the loss of a step."""
-
-    @property
-    def loss(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class _KnownLoss:
-    loss: float
-
-
 class TrainingRun:
     """One attempt at a job. `row`: metrics of the last step before it, if they may not have been written. `make_snapshots`: a factory."""
 
@@ -191,7 +179,7 @@ class TrainingRun:
         self.data_wait_s = 0.0  # of the rank that waited longest, without the first batch
         self._text_stamp = job.corpus.stamp() if job.corpus and world.rank == 0 else None
         self._folder_inode = _folder_inode(job.folder) if world.rank == 0 else None
-        self._pending_rows: deque[tuple[Row, _HasLoss]] = deque()
+        self._pending_rows: deque[tuple[Row, StepResult | None]] = deque()
 
     def run(self) -> Summary:
         try:
@@ -296,7 +284,7 @@ class TrainingRun:
         self.world.pace.include_gaps()
         if unwritten_row is not None:
             self.step_times.append(float(unwritten_row["step_time_s"] or 0.0))
-            if self._finish_step(unwritten_row, _KnownLoss(float(unwritten_row["loss"] or 0.0)), write):
+            if self._finish_step(unwritten_row, None, write):
                 return self.num_done < self.section.steps
         pin, workers = self.world.device.type == "cuda", self.job.config.run.workers
         with Loader(make, start, self.section.steps, pin, workers) as loader:
@@ -329,8 +317,9 @@ class TrainingRun:
 
         return make() if self.step_guard is None else self.step_guard.run_step(step, make, doubt_of, self.display.say)
 
-    def _finish_step(self, row: Row, result: _HasLoss, write: Callable[[Row], None]) -> bool:
-        """Finish a step: evaluate, write its row, save a checkpoint if due. Return whether a stop was requested."""
+    def _finish_step(self, row: Row, result: StepResult | None, write: Callable[[Row], None]) -> bool:
+        """Finish a step: evaluate, write its row, save a checkpoint if due. Return whether a stop was requested. Without a `result` the row
+        has the loss."""
         done = self.num_done
         self._pending_rows.append((row, result))
         if self._is_due(self.section.evaluate_every, done) or done == self.section.steps:
@@ -353,11 +342,11 @@ class TrainingRun:
         """Write the pending rows, except those of the last `num_unwritten` steps."""
         while len(self._pending_rows) > num_unwritten:
             row, result = self._pending_rows.popleft()
-            row["loss"] = result.loss
-            if not isfinite(result.loss):  # on every rank
+            row["loss"] = loss = result.loss if result is not None else float(row["loss"] or 0.0)
+            if not isfinite(loss):  # on every rank
                 self.saving.finish()
-                raise RunError(f"the loss is {result.loss} at step {row['step']}; {self._instability_remedy()}")
-            self.losses.append(result.loss)
+                raise RunError(f"the loss is {loss} at step {row['step']}; {self._instability_remedy()}")
+            self.losses.append(loss)
             write(row)
 
     def _is_due(self, period: int, done: int) -> bool:

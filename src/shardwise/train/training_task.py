@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.train.config import TrainingConfig
 from shardwise.train.corpus import Corpus, byte_frequency_loss
 from shardwise.train.data.image_batches import ImageBatches, image_form

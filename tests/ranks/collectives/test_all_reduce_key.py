@@ -15,7 +15,7 @@ from shardwise.collectives import ALGORITHMS as COLLECTIVES
 from shardwise.errors import LayoutError
 from shardwise.plan.ir.choice import ALGORITHMS, NAMES, SCATTER_GATHER_HALVES, AllReduceChoices
 from shardwise.plan.layout import Layout
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import verify_on_rank
 from shardwise.world.comm.levels import HierarchicalReducer
 from shardwise.world.comm.running import ProgramRunner

@@ -25,7 +25,7 @@ from shardwise.model.sharding.propagate import propagate  # noqa: E402
 from shardwise.plan.ir.placement import R, Shard  # noqa: E402
 from shardwise.plan.layout import Layout  # noqa: E402
 from shardwise.plan.plan import Plan  # noqa: E402
-from shardwise.run.rank_model.build import ModelSource  # noqa: E402
+from shardwise.run.rank_model.model_source import ModelSource  # noqa: E402
 from shardwise.run.verify.verify import Options, verify_on_rank  # noqa: E402
 from shardwise.world.launch.launch import launch  # noqa: E402
 from shardwise.world.world import World  # noqa: E402

@@ -13,7 +13,7 @@ from shardwise.errors import Infeasible, LayoutError
 from shardwise.lower import regions
 from shardwise.model.sharding.fold import propagate_with_folding
 from shardwise.plan.plan_file import read_plan, write_plan
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.verify.verify import Verification
 from shardwise.zoo.resolve import resolve
 

@@ -16,7 +16,7 @@ from shardwise.lower import operator_lowering
 from shardwise.lower.redistribute import redistribute
 from shardwise.plan.ir.placement import D, P, Placement, R, Shard, Strided, position_ranges, zigzag_ranges
 from shardwise.plan.layout import Layout
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.verify.verify import Verification
 from shardwise.world.comm.group import Group
 from shardwise.world.launch.launch import launch

@@ -21,7 +21,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
 from shardwise.run.rank_model import build
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import verify_on_rank
 from shardwise.world.comm.group import Group
 from shardwise.world.launch.launch import launch

@@ -20,7 +20,7 @@ from shardwise.errors import UsageError
 from shardwise.model.graph import Graph
 from shardwise.run.loop import zero_gather
 from shardwise.run.loop.sharded_tensor import ShardedTensor
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.world import private
 from shardwise.world.world import World
 from tests.support.plain_models import Mixed, batches, loss_of, matches, plan_of, said

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shardwise.errors import ModelError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.verify.verify import verify_on_rank
 from shardwise.world.world import World
 

@@ -20,7 +20,7 @@ import shardwise
 from shardwise.errors import Infeasible, LayoutError, ModelError, RankError
 from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.plan import Plan
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import Options, verify_on_rank
 from shardwise.world.launch.launch import launch
 from shardwise.world.world import World

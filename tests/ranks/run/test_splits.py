@@ -19,7 +19,7 @@ from shardwise.plan.data_context_splits import Split, SplitPrice, Splits
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
-from shardwise.run.rank_model import capture_variants
+from shardwise.run.rank_model import build
 from shardwise.run.rank_model.capture_cache import Microbatches
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
@@ -62,7 +62,7 @@ def serial(*batches: Batch) -> tuple[list[float], dict[str, Tensor]]:
 def trained(world: World, layout: str, splits: tuple[Split, ...], zeroed: bool = False) -> tuple[list[float], Any]:
     """Two steps: of padded rows, one microbatch a split, and of rows of one length; then the loss of the first ones."""
     if zeroed:  # a gradient that all ranks of a sequence have counts once for each
-        capture_variants.gradient_adjustment = lambda *_: None  # type: ignore[assignment]
+        build.gradient_adjustments = lambda *_: {}
     engine = shardwise.parallelize(Language, EVEN, optimizer=SGD, plan=f"{layout} precision=float64", seed=0, world=world)
     rows = [slice(0, 1), slice(1, 4), slice(4, 8)][-len(splits) :]
     rows[0] = slice(0, rows[0].stop)

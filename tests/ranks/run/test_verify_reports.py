@@ -17,7 +17,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import write_plan
 from shardwise.run.engine import Engine
 from shardwise.run.gradients.gradient_reducer import GradientReducer
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 
 class Mlp(nn.Module):

@@ -18,7 +18,7 @@ import shardwise
 from shardwise.errors import RankError
 from shardwise.plan.layout import Layout
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.world.comm.group import Group
 from shardwise.world.launch.launch import launch
 from shardwise.world.world import World

@@ -23,7 +23,7 @@ from test_train import configure, losses, planner
 from shardwise.errors import RankError
 from shardwise.run.checkpoint.folder import token_of
 from shardwise.run.engine import Engine
-from shardwise.run.step.result import StepResult
+from shardwise.run.step.dispatch import StepResult
 from shardwise.train import flow, loop
 from shardwise.train.config import TrainingConfig
 from shardwise.train.training_task import TrainingTask

@@ -12,7 +12,7 @@ from test_train import configure, planner
 
 from shardwise.report.run_folder import read_folder
 from shardwise.run.engine import Engine
-from shardwise.run.step.result import StepResult
+from shardwise.run.step.dispatch import StepResult
 from shardwise.train import flow, loop
 from shardwise.train.training_task import TrainingTask
 from shardwise.world.launch.launch import Launcher

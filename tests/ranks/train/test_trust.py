@@ -19,7 +19,7 @@ from test_train import losses, planner
 from shardwise.errors import RankError
 from shardwise.run.engine import Engine
 from shardwise.run.gradients.gradient_reducer import GradientReducer
-from shardwise.run.step.result import StepResult
+from shardwise.run.step.dispatch import StepResult
 from shardwise.train import flow, loop
 from shardwise.train.config import TrainingConfig
 from shardwise.train.training_task import TrainingTask

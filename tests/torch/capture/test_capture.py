@@ -25,7 +25,7 @@ from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import writes_buffer
 from shardwise.model.sharding.propagate import propagate
 from shardwise.model.stages.stages import split
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 
 def captured_and_run(model: nn.Module, batch: Any, loss: Any = None) -> tuple[CapturedGraph, Tensor]:
@@ -454,7 +454,7 @@ def test_39_billion_parameters_are_captured_in_two_gigabytes() -> None:
 import resource
 import torch
 from torch import nn
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 class Block(nn.Module):
     def __init__(self, d):

@@ -14,7 +14,7 @@ from shardwise.lower.kernels import ring as rings
 from shardwise.lower.kernels.ring import Ring
 from shardwise.model.dims.sequence_dims import can_use_zigzag, find_sequence_dims
 from shardwise.plan.ir.placement import even_shard_ranges, zigzag_ranges
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 Mask = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -23,7 +23,7 @@ from shardwise.model.graph import Operator
 from shardwise.model.work import operator_flops, operator_work
 from shardwise.ops import Rule
 from shardwise.plan.ir.placement import Shard
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from tests.support import function_models as models
 from tests.support.rule_cases import Case, check, choices, difference, function_case
 

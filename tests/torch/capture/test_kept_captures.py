@@ -21,7 +21,7 @@ from shardwise.capture.cache.fingerprint import NotFingerprintable, fingerprint
 from shardwise.capture.cache.store import CaptureStore
 from shardwise.capture.capture import CapturedGraph, _equal_captures
 from shardwise.errors import ModelError
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 SOURCE = """
 import os
@@ -75,7 +75,7 @@ def test_the_second_start_traces_nothing_and_gets_the_same(cache: Path, tmp_path
     net, batch = module_of(tmp_path).Net, (torch.randn(4, 4),)
     first = ModelSource.from_model(net).capture(batch, None, 4, outputs=True)
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr("shardwise.run.rank_model.build.capture", lambda *_, **__: pytest.fail("it was traced again"))
+    monkeypatch.setattr("shardwise.run.rank_model.model_source.capture", lambda *_, **__: pytest.fail("it was traced again"))
     again = ModelSource.from_model(module_of(tmp_path).Net).capture(batch, None, 4, outputs=True)
     assert again.graph == first.graph
     assert _equal_captures(again, first)

@@ -25,7 +25,7 @@ from shardwise.capture.fakes import FakeMode, fake_mode
 from shardwise.capture.patches import PATCHES
 from shardwise.errors import ModelError
 from shardwise.model.graph import Graph
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.zoo.resolve import resolve
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.capture.module_state import changed_attributes, set_state, state_of
 from shardwise.errors import ModelError
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 Forward = Callable[[Any, Tensor], Tensor]
 X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)

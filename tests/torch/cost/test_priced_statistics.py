@@ -10,7 +10,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.cost.step import Pricer
 from shardwise.plan.ir.placement import Shard
 from shardwise.plan.layout import Layout
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.zoo.resolve import resolve
 
 BATCH = 16

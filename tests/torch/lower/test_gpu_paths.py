@@ -30,7 +30,7 @@ from shardwise.lower.kernels.sample_positions import DrawnShard
 from shardwise.plan.ir.program import Program, Recv, Send
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.step.transfers import Crossing, Transfers, rank_pairs_of, receives_posted_before
 from shardwise.run.uncaptured.trial import check_data_parallel
 from shardwise.run.verify.serial import RoundingNoise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.model.batch.additive import analyze_additivity, describe_couplings, describe_microbatch_couplings
 from shardwise.model.batch.summable_loss import SHARE, normalize_loss, with_counted_means
 from shardwise.model.graph import Operator, Ref, Word
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 WIDTH, SAMPLES = 6, 8
 

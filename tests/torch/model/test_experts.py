@@ -17,7 +17,7 @@ from shardwise.model.stages.stages import split, stage_cuts
 from shardwise.model.work import operator_flops
 from shardwise.plan.ir.placement import is_shard
 from shardwise.run.parts.microbatch_variants import check_divisible
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.zoo.resolve import resolve
 
 CONFIGS = sorted((Path(__file__).parents[1] / "hf_experts").glob("*.json"))

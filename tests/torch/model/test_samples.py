@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise.errors import Infeasible
 from shardwise.model.batch.samples import misplaced_samples_reason
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 
 Batch = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.recovery.fingerprints import fingerprint_of, wrap_to_int64
 from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_step, newest_common_step, required_bytes
 from shardwise.world import persistent_memory, recorder

@@ -12,7 +12,8 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.verify.serial import RoundingNoise, SerialRun
-from shardwise.run.verify.verify import StepComparison, relative_error
+from shardwise.run.verify.shard_differences import relative_error
+from shardwise.run.verify.verify import StepComparison
 
 EPSILON = torch.finfo(torch.float64).eps
 

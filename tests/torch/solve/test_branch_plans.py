@@ -10,7 +10,7 @@ import torch
 import shardwise
 from shardwise.cluster.cluster import Cluster
 from shardwise.plan.plan import Plan
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.solve.moves.branch_counts import branch_rank_counts
 from shardwise.zoo.resolve import resolve
 from tests.support.towers import FourBranches

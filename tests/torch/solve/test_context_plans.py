@@ -17,7 +17,7 @@ from shardwise.plan.ir.placement import dual_of
 from shardwise.plan.ir.transition import sent_fraction
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.rank_model.build import ModelSource
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.solve.images import context_candidates
 from shardwise.zoo.resolve import resolve
 

@@ -12,8 +12,8 @@ from shardwise.errors import RunError
 from shardwise.plan.layout import DEFAULTS, Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
-from shardwise.train import compiled_trial
-from shardwise.train.compiled_trial import choose_compilation
+from shardwise.train import trials
+from shardwise.train.trials import choose_compilation
 
 
 def _told(seconds: Callable[[Layout], list[float]]) -> type:
@@ -44,7 +44,7 @@ def plan() -> Plan:
 @pytest.mark.parametrize(("steps", "wins"), [(60, False), (100, True)])
 def test_it_is_taken_where_it_saves_more_than_it_takes(monkeypatch: pytest.MonkeyPatch, plan: Plan, steps: int, wins: bool) -> None:
     """A quarter of a second a step for 20 s at the start: from 80 steps on."""
-    monkeypatch.setattr(compiled_trial, "Launcher", _told(lambda one: [20.75, 0.75, 0.75, 0.75] if one.compile == "on" else [1.0] * 4))
+    monkeypatch.setattr(trials, "Launcher", _told(lambda one: [20.75, 0.75, 0.75, 0.75] if one.compile == "on" else [1.0] * 4))
     found = choose_compilation(plan, steps)
     assert found.layout.compile == ("on" if wins else "off")
     said = dict(found.reasons)["compile"]
@@ -57,7 +57,7 @@ def test_a_plan_that_does_not_compile_stays(monkeypatch: pytest.MonkeyPatch, pla
             raise RunError("no C++ compiler")
         return [1.0] * 4
 
-    monkeypatch.setattr(compiled_trial, "Launcher", _told(seconds))
+    monkeypatch.setattr(trials, "Launcher", _told(seconds))
     found = choose_compilation(plan, 1000)
     assert found.layout == plan.layout
     assert "compile=on does not run: no C++ compiler" in dict(found.reasons)["compile"]

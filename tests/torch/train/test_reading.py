@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.train.config import DataSection
 from shardwise.train.corpus import Corpus, is_unchanged, open_data
-from shardwise.train.data.packed_text import PackedText, packed_text
+from shardwise.train.data.packed_text import PackedText, pack_best_fit, packed_text, pieces_of
 from shardwise.train.data.reading import files
 from shardwise.train.data.reading.documents import Columns, documents_of
-from shardwise.train.data.reading.packing import pack_best_fit, pieces_of
 from shardwise.train.data.reading.records import DataRecord, read_huggingface, records_in
 from shardwise.train.data.reading.tokenizers import ByteTokenizer, tokenizer_of
 

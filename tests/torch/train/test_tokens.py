@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shardwise import api
 from shardwise.errors import ConfigError
 from shardwise.lower.float64_mode import compute_in_float64
-from shardwise.run.rank_model.build import CachedModelSource
+from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.train.check_tokens import attention_without_mask, check_tokens
 from shardwise.train.config import TrainingConfig
 from shardwise.train.corpus import DESCRIPTION, open_data, save_description

@@ -44,7 +44,7 @@ def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Price
     """Return the prices by axis of operator placement. `samples`: of a microbatch, over all replicas of the placement.
 
     A plan states how tensor ranks shard parameters; over data and context a run places operators itself
-    (`shardwise.run.rank_model.build.shard_graph`), at
+    (`shardwise.run.rank_model.model_source.shard_graph`), at
     default prices.
     """
     speed = cluster.speed(layout.num_ranks, layout.threads)

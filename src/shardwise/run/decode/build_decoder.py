@@ -9,11 +9,10 @@ from shardwise.errors import Infeasible
 from shardwise.plan.plan import Plan
 from shardwise.run.decode.decoder import Decoder, Paging
 from shardwise.run.parts.rank_model import RankModel
-from shardwise.run.rank_model.build import ModelSource, build_rank_model
-from shardwise.run.rank_model.capture_variants import CaptureRequest, build_capture_variant
+from shardwise.run.rank_model.build import BuildRequest, build_rank_model
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.residency.host_store import HostStore
 from shardwise.run.residency.weight_gatherer import WeightGatherer
-from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.state.precision import LossScale, set_matmul_precision
 from shardwise.run.step.executors import ExecutorCache
 from shardwise.world.memory import Accounts
@@ -28,14 +27,14 @@ def build_decoder(
     if layout.zero:
         raise Infeasible(f"{layout}: without gradients and an optimizer zero has nothing to shard; leave zero out")
     set_matmul_precision(layout.precision, world.device)
-    parts = build_rank_model(plan, source, batch, loss, world, OptimizerSpec(), seed)
+    parts = build_rank_model(BuildRequest(plan, source, batch, loss, world, seed=seed))
     for group in sorted({world.world_group, *(parts.lowering.groups.values() if parts.lowering else ())}, key=lambda g: g.ranks):
         group.connect()
     memory, gathered = Accounts(), WeightGatherer((), ())
     host, scale = HostStore(world.device, memory, parts.variables.values()), LossScale(world.device, layout.precision)
     executors = ExecutorCache(parts, plan, world, memory, None, gathered, host, layout.compile == "on", scale, runs_backward=False)
 
-    def build_executors(asked: CaptureRequest, source: ModelSource, like: RankModel | None = None) -> ExecutorCache:
-        return executors.for_capture(build_capture_variant(asked, like or parts, plan, source, world), gathered, runs_backward=False)
+    def build_executors(request: BuildRequest, like: RankModel | None = None) -> ExecutorCache:
+        return executors.for_capture(build_rank_model(request, like or parts), gathered, runs_backward=False)
 
     return Decoder(plan, source, batch, build_executors, world, max_length, paging)

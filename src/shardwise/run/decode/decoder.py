@@ -29,8 +29,8 @@ from shardwise.model.sharding.sharding import Prices
 from shardwise.plan.ir.axis import PIPELINE, axis_of, sample_axes
 from shardwise.plan.plan import Plan
 from shardwise.run.parts.rank_model import RankModel
-from shardwise.run.rank_model.build import ModelSource
-from shardwise.run.rank_model.capture_variants import CaptureRequest
+from shardwise.run.rank_model.build import BuildRequest
+from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.sharded_state import narrow_to
 from shardwise.run.step.executors import ExecutorCache
 from shardwise.world.world import World
@@ -59,7 +59,7 @@ class Decoder:
     plan: Plan
     source: ModelSource
     example: Any
-    build_executors: Callable[[CaptureRequest, ModelSource, RankModel | None], ExecutorCache]
+    build_executors: Callable[[BuildRequest, RankModel | None], ExecutorCache]
     world: World
     max_length: int
     paging: Paging = Paging()
@@ -198,14 +198,22 @@ class Decoder:
         """Return the executors for steps of so many tokens."""
         key = (num_tokens, is_paged)
         if key not in self._executors_by_size:
-            modes, pages = evaluation_modes(self.source.model), self.pages if is_paged else None
-            request = CaptureRequest(
-                modes, self._example_inputs(num_tokens), returns_outputs=True, microbatch_size=self.num_replicas, kv_pages=pages
-            )
             source = self._decode_source if is_paged else ModelSource(self.source.model, self.source.deferred)
+            request = BuildRequest(
+                self.plan,
+                source,
+                self._example_inputs(num_tokens),
+                None,
+                self.world,
+                modes=evaluation_modes(self.source.model),
+                runs_backward=False,
+                returns_outputs=True,
+                microbatch_size=self.num_replicas,
+                kv_pages=self.pages if is_paged else None,
+            )
             template = self._executors_by_size.get((MIN_TOKENS, True))  # it shares the cache, in the same layout
             with self.world.pace.untimed():
-                executors = self.build_executors(request, source, template.rank_model if is_paged and template is not None else None)
+                executors = self.build_executors(request, template.rank_model if is_paged and template is not None else None)
             self._executors_by_size[key] = replace(executors, compile=False)  # attention reads other pages in each step
         return self._executors_by_size[key]
 

@@ -35,7 +35,6 @@ from shardwise.plan.ir.axis import DATA, axis_of, sample_axes
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, Placement, R, even_shard_range, is_shard
 from shardwise.plan.plan import Plan
-from shardwise.run.call_convention import CallConvention
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
@@ -44,9 +43,10 @@ from shardwise.run.loop.original_module import OriginalModule
 from shardwise.run.loop.zero_gather import GatheredWeightSaver, ZeroShard, insert_gathers
 from shardwise.run.parts.lru_cache import MAX_CAPTURES, LRUCache
 from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.parts.rows import CallConvention
 from shardwise.run.rank_agreement import digest_tensors
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource
-from shardwise.run.rank_model.capture_variants import CaptureRequest, build_capture_variant
+from shardwise.run.rank_model.build import BuildRequest, build_rank_model
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.sharded_state import full_state, narrow_to, weight_shards
 from shardwise.run.state.precision import autocast_dtype_of
 from shardwise.world import private
@@ -264,16 +264,20 @@ class ModuleCaptures:
         batch, source = (self.batch, self.source) if is_usual else (inputs, CachedModelSource(self.source.model, self.source.deferred))
         try:
             with self.original.restored(), record_hooked_calls(self.source.model, call[3]):
-                is_replicated, is_global = call[2] is BatchMode.REPLICATED, call[2] is BatchMode.GLOBAL_BATCH
-                request = CaptureRequest(
-                    call[0],
+                request = BuildRequest(
+                    self.plan,
+                    source,
                     batch,
+                    None,
+                    self.world,
+                    modes=call[0],
+                    runs_backward=False,
                     returns_outputs=True,
                     microbatch_size=num_samples,
-                    is_replicated=is_replicated,
-                    gathers_outputs=is_global,
+                    is_replicated=call[2] is BatchMode.REPLICATED,
+                    gathers_outputs=call[2] is BatchMode.GLOBAL_BATCH,
                 )
-                return build_capture_variant(request, self.rank_model, self.plan, source, self.world)
+                return build_rank_model(request, self.rank_model)
         except ModelError as error:
             mode = "trains" if call[0][0] else "evaluates"
             names = ", ".join(sorted(tensors_of(inputs)))

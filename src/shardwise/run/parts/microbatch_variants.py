@@ -8,11 +8,10 @@ Not supported: a model that computes something else with another number of sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import Infeasible
@@ -57,22 +56,29 @@ def lower_variant(
     Raises:
         Infeasible: the model computes something else at this size, or a tensor does not divide.
     """
-    check_same_operators(lowering, loss_graph.graph)
-    shares = sample_shares(plan.layout)
-    resized = {id(base_sharding): resize_sample_shards(base_sharding, loss_graph.graph, shares) for base_sharding in base.shardings}
-    sharding = resized[id(base.sharding)]
-    check_divisible(sharding, loss_graph.graph)
+    shardings = resize_shardings(base.shardings, lowering.graph, loss_graph.graph, plan.layout)
+    sharding = next(resized for old, resized in zip(base.shardings, shardings, strict=True) if old is base.sharding)
     variant_lowering = replace(lowering, graph=loss_graph.graph, sharding=sharding)
     stages = loss_graph.split_stages(plan.stages)
     lowered = {number: lower(stages[number], variant_lowering) for number in base.lowered}
-    return MicrobatchVariant(
-        loss_graph, lowered, constants, tuple(resized[id(base_sharding)] for base_sharding in base.shardings), sharding
-    )
+    return MicrobatchVariant(loss_graph, lowered, constants, shardings, sharding)
 
 
-def check_same_operators(lowering: Lowering, graph: Graph) -> None:
-    """Raise Infeasible if `graph` has other operators than the lowered one."""
-    base = lowering.graph
+def resize_shardings(shardings: Sequence[Sharding], base: Graph, graph: Graph, layout: Layout) -> tuple[Sharding, ...]:
+    """Return the shardings of `base` on `graph`, which has another number of samples.
+
+    Raises:
+        Infeasible: it has other operators, or a tensor does not divide.
+    """
+    check_same_operators(base, graph)
+    resized = {id(sharding): resize_sample_shards(sharding, graph, sample_shares(layout)) for sharding in shardings}
+    for sharding in resized.values():
+        check_divisible(sharding, graph)
+    return tuple(resized[id(sharding)] for sharding in shardings)
+
+
+def check_same_operators(base: Graph, graph: Graph) -> None:
+    """Raise Infeasible if `graph` has other operators than `base`."""
     for base_op, op in zip_longest(base.operators, graph.operators):
         if base_op is None or op is None or _operator_key(base, base_op) != _operator_key(graph, op):
             raise Infeasible(_describe_difference(graph, base, (base_op or op).site))
@@ -107,11 +113,3 @@ def _describe_difference(graph: Graph, ours: Graph, where: str) -> str:
         f"with microbatches of {graph.batch_size} samples the model computes something else than with {ours.batch_size}, first at {where}; "
         "use batches that divide into equal microbatches"
     )
-
-
-def constants_on_device(constants: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Move constants of the captured graph to the device, by graph value; float32 becomes float64 in double precision."""
-    on_device = {value: tensor.to(device) for value, tensor in constants.items()}
-    if dtype is torch.float64:
-        on_device = {value: t.double() if t.dtype is torch.float32 else t for value, t in on_device.items()}
-    return on_device

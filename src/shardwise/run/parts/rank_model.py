@@ -39,13 +39,13 @@ class RankModel:
     sharding: Sharding
     stages: tuple[Stage, ...]  # of the whole model
     program: Program
-    lowered: dict[int, LocalStage]  # this rank's stages, by index
-    parameters: dict[str, nn.Parameter]  # by name
-    local_parameters: dict[str, LocalParameter]
-    groups: list[FlatGroup]
-    buffers: dict[str, Tensor]  # by name
-    buffer_blocks: dict[str, tuple[Variable, BlockRanges]]  # buffer name -> (variable, ranges of its local block)
-    variables: dict[str, Tensor]  # arguments of its stages, by graph value
+    lowered: dict[int, LocalStage] = field(default_factory=dict)  # this rank's stages, by index
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by name
+    local_parameters: dict[str, LocalParameter] = field(default_factory=dict)
+    groups: list[FlatGroup] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # by name
+    buffer_blocks: dict[str, tuple[Variable, BlockRanges]] = field(default_factory=dict)  # name -> (variable, local block)
+    variables: dict[str, Tensor] = field(default_factory=dict)  # arguments of its stages, by graph value
     draw: DrawState = field(default_factory=DrawState)
     structure: Any = None  # the model's output, where it runs without a loss
     state_dict_names: frozenset[str] = frozenset()  # names in the model's own state dict, which may omit buffers

@@ -123,3 +123,10 @@ class BatchRows:
             preceding, count = sum(row[: self.index]), max(1, row[self.index])
             positions.append(MicrobatchSamples(start + preceding - self.index * count, self.num_samples, ((count * len(row), 1),)))
         return tuple(positions)
+
+
+@dataclass
+class CallConvention:
+    """How ranks call the module. `is_global_batch`: every rank passes the same global batch."""
+
+    is_global_batch: bool = False

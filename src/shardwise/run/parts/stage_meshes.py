@@ -9,8 +9,7 @@ Not supported: tensor sharding of weights that such stages share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Protocol
@@ -94,21 +93,19 @@ def always_summed_axes(layout: Layout) -> tuple[str, ...]:
     return (DATA, CONTEXT) if layout.split == SPLIT_BY_LENGTH else ()
 
 
-def gradient_adjustment(value: str, summed_axes: AbstractSet[str], sharding: Sharding, mesh: Mesh) -> LocalGradientReduction | None:
-    """Return how to adjust a parameter's gradient that is later reduced along `summed_axes`: partial axes outside of these are reduced at
-    once, and along replicated axes among them it is scaled by 1/n. None if nothing is to be done."""
-    partial = set(sharding.gradient_axes.get(value, ()))
-    share = 1.0 / prod(mesh.size(axis) for axis in summed_axes - partial)
-    extra_axes = tuple(axis for axis in sharding.sizes if axis in partial - summed_axes)
-    return LocalGradientReduction(extra_axes, share) if extra_axes or share != 1.0 else None
-
-
-def always_summed_adjustments(layout: Layout, graph: Graph, sharding: Sharding, mesh: Mesh) -> dict[str, LocalGradientReduction]:
-    """Return the adjustments of parameter gradients that are reduced along the always-reduced axes and their partial axes."""
-    if not (always := always_summed_axes(layout)):
-        return {}
-    axes = {v.value: {*sharding.gradient_axes.get(v.value, ()), *always} for v in graph.parameters}
-    return {value: adjustment for value, reduced in axes.items() if (adjustment := gradient_adjustment(value, reduced, sharding, mesh))}
+def gradient_adjustments(
+    reduced_axes: Mapping[str, Collection[str]], layout: Layout, sharding: Sharding, mesh: Mesh
+) -> dict[str, LocalGradientReduction]:
+    """Return how to adjust parameter gradients, by value, that are later reduced along `reduced_axes` and the always-reduced ones: partial
+    axes outside of these are reduced at once, and along replicated axes among them gradients are scaled by 1/n."""
+    adjustments = {}
+    for value, axes in reduced_axes.items():
+        summed, partial = {*axes, *always_summed_axes(layout)}, set(sharding.gradient_axes.get(value, ()))
+        share = 1.0 / prod(mesh.size(axis) for axis in summed - partial)
+        extra_axes = tuple(axis for axis in sharding.sizes if axis in partial - summed)
+        if extra_axes or share != 1.0:
+            adjustments[value] = LocalGradientReduction(extra_axes, share)
+    return adjustments
 
 
 def _check_shared_weights(sharding: Sharding, graph: Graph, zero: int) -> None:

@@ -1,341 +1,308 @@
 """Build one rank's model from a plan: capture the graph, shard it, cut it into stages, lower this rank's, initialise its parameters.
 
-In: a plan, a model (deferred, real, or a factory), the batch and the loss. Out: the `RankModel` that the engine runs. Every rank does
-this by itself from the same inputs (SPMD), so that only gradients and activations are ever sent.
+In: a `BuildRequest`: a plan, a model, a batch and the loss. Out: the `RankModel` that the engine runs. Every rank does this by itself from
+the same inputs (SPMD), so that only gradients and activations are ever sent. A model may compute something else in evaluation (no dropout,
+running statistics, another branch) or for other tensors or shapes, so each of these is captured as a graph of its own and lowered over the
+tensors that training already holds, lazily.
+
+Not supported: a graph that reads a parameter on another pipeline stage than training does; it is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.capture.cache import cached_capture
-from shardwise.capture.capture import CapturedGraph, Loss, capture
-from shardwise.capture.fakes import fake_mode
-from shardwise.capture.initialization import DeferredInit, fake_copy, loss_of, materialize_loss, materialize_shards, take_real_shards
-from shardwise.capture.modes import Modes, in_modes, training_modes
-from shardwise.capture.unsupported_models import refuse_hooks, refuse_scripts
-from shardwise.errors import Infeasible, LayoutError, ModelError
+from shardwise.capture.capture import Loss
+from shardwise.capture.modes import Modes
+from shardwise.errors import Infeasible, ModelError
 from shardwise.lower.groups import groups_of
+from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import Lowering, layer_of, lower
-from shardwise.lower.pending_constants import PendingConstants
-from shardwise.model.batch.random_draws import SampleFold, find_sample_folds
+from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.batch.samples import check_samples
 from shardwise.model.batch.summable_loss import SummableLossGraph
-from shardwise.model.gc_pause import gc_paused
 from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph
-from shardwise.model.sharding.propagate import propagate
-from shardwise.model.sharding.sample_shards import resize_sample_shards
-from shardwise.model.sharding.sharding import Prices, Sharding, priced_num_samples
+from shardwise.model.sharding.sharding import Sharding
+from shardwise.model.stages.stages import Stage
 from shardwise.plan.ir.axis import axis_of, sample_axes
-from shardwise.plan.ir.grid import GRID_AXES, TENSOR
 from shardwise.plan.ir.mesh import Mesh
-from shardwise.plan.ir.patterns import expand_shards
 from shardwise.plan.ir.placement import is_shard
 from shardwise.plan.ir.precision import PRECISIONS
-from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.gradients.choose_all_reduce import choose_all_reduce
 from shardwise.run.parts.local_blocks import InitialValues, LocalBlocks, shard_stored_parameters, zero_shards
 from shardwise.run.parts.lru_cache import MAX_MICROBATCH_SIZES
-from shardwise.run.parts.microbatch import CapturedMicrobatch, depends_on_sizes_only, normalise_microbatch
-from shardwise.run.parts.microbatch_variants import MicrobatchVariant, constants_on_device, lower_variant, sample_shares
+from shardwise.run.parts.microbatch_variants import MicrobatchVariant, lower_variant, resize_shardings
 from shardwise.run.parts.rank_model import RankModel, program_of
 from shardwise.run.parts.stage_meshes import (
-    always_summed_adjustments,
     always_summed_axes,
+    gradient_adjustments,
     gradient_shares,
     received_across_meshes,
     stage_shardings,
     variables_across_meshes,
 )
+from shardwise.run.rank_model.model_source import CapturedMicrobatch, ModelSource, cast_to_precision, sample_folds
 from shardwise.run.residency.layer_modules import layers_reading
 from shardwise.run.state.optimizer import OptimizerSpec
-from shardwise.run.state.parameters import build_groups
+from shardwise.run.state.parameters import build_groups, choose_all_reduce
 from shardwise.run.state.precision import DTYPES
 from shardwise.world.world import World
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """A model under deferred initialisation (`deferred`), which has no memory yet, or a real one (`deferred` is None).
+class BuildRequest:
+    """A request to capture a model in `modes` (by default those of training) on a batch of this form, and to build this rank's part of it.
 
-    `prices`: cost model that chooses the sharding of what the plan leaves open; None: the default prices; `FREE_LINKS` shards wherever the
-    rules allow. Without `has_values` parameters and buffers are allocated but not initialised; the caller fills them.
+    `optimizer`, `seed`: of new weights. `runs_backward`: with gradients that ranks reduce as in the plan. `returns_outputs`: stop at the
+    model's outputs, without a loss. `microbatch_size`, `batch_size`: in samples, by default the plan's. `is_replicated`: every replica
+    computes all samples instead of its share. `gathers_outputs`: every rank gets the outputs of all samples. `kv_pages`: of a decoder, the
+    pages in which its attention finds the keys and values of earlier tokens.
     """
 
-    model: nn.Module
-    deferred: DeferredInit | None
-    prices: Prices | None = None
-    has_values: bool = True
+    plan: Plan
+    source: ModelSource
+    batch: Any
+    loss: Loss | None
+    world: World
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    seed: int = 0
+    modes: Modes | None = None
+    runs_backward: bool = True
+    returns_outputs: bool = False
+    microbatch_size: int = 0
+    batch_size: int = 0
+    is_replicated: bool = False
+    gathers_outputs: bool = False
+    kv_pages: PagedCache | None = None
 
-    @classmethod
-    def from_model(cls, model: nn.Module | Callable[[], nn.Module]) -> Self:
-        """Wrap a module as it is, or call a factory under deferred initialisation."""
-        if isinstance(model, nn.Module):
-            refuse_scripts(model)
-            return cls(model, None)
-        with gc_paused(), DeferredInit() as deferred:
-            built = model()
-        refuse_scripts(built)
-        return cls(built, deferred)
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Number of samples of a microbatch and of its batch."""
+        size = self.microbatch_size or self.plan.microbatch_sizes[0]
+        return size, self.batch_size or self.microbatch_size or self.plan.batch_size
 
-    def loss_of(self, loss: Loss | None) -> Loss | None:
-        """Return the loss that belongs to this model, materialised if it was built under deferred initialisation too."""
-        criterion = loss_of(loss, self.model)
-        return criterion if criterion is None or self.deferred is None else materialize_loss(self.deferred, criterion, self.model)
+    @property
+    def mesh(self) -> Mesh:
+        """Mesh of the layout. Raises Infeasible if the world has another number of ranks."""
+        layout, world = self.plan.layout, self.world
+        mesh = layout.mesh_of(world.rank)
+        if mesh.num_ranks != world.num_ranks:
+            raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
+        return mesh
 
-    def capture(
-        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
-    ) -> CapturedGraph:
-        """Capture the model on a batch of `batch_size` samples, in training mode or in other `modes`.
+    def capture(self, size: int, samples: int) -> CapturedMicrobatch:
+        """Capture a microbatch of `size` samples of a batch of `samples`; outputs are always of whole batches, and returned as they are."""
+        if not self.returns_outputs:
+            return self.source.capture_microbatch(self.plan, self.batch, self.loss, size, samples, self.modes)
+        captured = self.source.capture(self.batch, None, size, True, self.modes)
+        loss_graph = SummableLossGraph(cast_to_precision(captured.graph, self.plan))
+        return CapturedMicrobatch(loss_graph, captured.constants, captured.graph, structure=captured.structure)
 
-        Raises:
-            ModelError: it cannot be captured.
-        """
-        refuse_hooks(self.model)
-        loss = self.loss_of(loss)
-        modes = training_modes(self.model) if modes is None else modes
-        with in_modes(self.model, modes):
-            cache_key = (modes, batch_size, outputs, self.deferred is None)
-            return cached_capture(self.model, loss, batch, cache_key, lambda: self._capture(batch, loss, batch_size, outputs))
+    def sample_folds(self, part: CapturedMicrobatch) -> tuple[SampleFold | None, ...]:
+        """Return how samples lie in each random tensor of a capture, draw by draw."""
+        return () if self.returns_outputs else sample_folds(self.plan, self.source, part.captured, self.batch, self.loss, self.modes)
 
-    def _capture(self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool) -> CapturedGraph:
-        if self.deferred is not None:
-            deferred = self.deferred
-            captured = capture(self.model, batch, loss, batch_size=batch_size, fake_mode=deferred.fake_mode, outputs=outputs)
-            # A tensor that is a plain attribute of the module is captured as a fake tensor; replace it by its value.
-            constants = {v: deferred.real_value(t) if deferred.is_fake(t) else t for v, t in captured.constants.items()}
-            return replace(captured, constants=constants)
-        mode, originals = fake_mode(), dict[int, Tensor]()
-        captured = capture(fake_copy(self.model, mode, originals), batch, loss, batch_size=batch_size, fake_mode=mode, outputs=outputs)
-        return replace(captured, constants={v: originals.get(id(t), t) for v, t in captured.constants.items()})
-
-    def capture_microbatch(
-        self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None
-    ) -> CapturedMicrobatch:
-        """Capture a microbatch of `size` samples of a batch of `samples`, in the precision of a plan; `modes` as for `capture`."""
-        captured = self.capture(batch, loss, size, modes=modes)
-        graph = cast_to_precision(captured.graph, plan)
-        if plan.layout.replicas * plan.layout.microbatches == 1:
-            return CapturedMicrobatch(SummableLossGraph(graph), captured.constants, captured.graph, structure=captured.structure)
-        captured_part = replace(captured, graph=graph)
-
-        def capture_size(count: int) -> CapturedGraph:
-            if count == size:
-                return captured_part
-            captured_other = self.capture(batch, loss, count, modes=modes)
-            return replace(captured_other, graph=cast_to_precision(captured_other.graph, plan))
-
-        full = capture_size(plan.batch_size)
-        step = full if samples == plan.batch_size or depends_on_sizes_only(captured_part, full) else capture_size(samples)
-        part = normalise_microbatch(captured_part, full, step, plan.layout.microbatches == 1)
-        return replace(part, captured=captured.graph)
-
-    def sharding(self, plan: Plan, graph: Graph) -> Sharding:
-        """Return the complete sharding of a graph under a plan."""
-        return shard_graph(plan, graph, self.prices)
-
-    def materialize_tensors(self, select: Callable[[str, Tensor], Tensor | None], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Materialise initial values, one tensor at a time; return what `select(name, tensor)` returns, by name."""
-        if self.deferred is not None:
-            return materialize_shards(self.deferred, self.model, select, dtype)
-        return take_real_shards(self.model, select, dtype)
-
-    def initial_buffers(self, initial: InitialValues) -> dict[str, Tensor]:
-        """Initialise this rank's parameters in place and return its buffers; only allocate the buffers if there are no values."""
-        return self.materialize_tensors(initial.take_local, None) if self.has_values else initial.allocate_buffers()
+    def constants_on_device(self, part: CapturedMicrobatch) -> dict[str, Tensor]:
+        """Move constants of a capture to the device, by graph value; float32 becomes float64 in double precision."""
+        constants = {value: tensor.to(self.world.device) for value, tensor in part.constants.items()}
+        if DTYPES[self.plan.layout.precision] is torch.float64:
+            constants = {value: t.double() if t.dtype is torch.float32 else t for value, t in constants.items()}
+        return constants
 
 
-@dataclass(frozen=True)
-class CachedModelSource(ModelSource):
-    """A source that caches captures and shardings. Ranks forked from this process inherit the caches and need not trace again."""
-
-    captures: dict[tuple[int | None, bool, Modes], CapturedGraph] = field(default_factory=dict)
-    shardings: dict[tuple[object, ...], Sharding] = field(default_factory=dict)
-    microbatches: dict[tuple[object, ...], CapturedMicrobatch] = field(default_factory=dict)
-
-    def capture(
-        self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
-    ) -> CapturedGraph:
-        """Return `ModelSource.capture`, cached by number of samples and modes; the batch and the loss must stay the same."""
-        modes = training_modes(self.model) if modes is None else modes
-        key = (batch_size, outputs, modes)
-        if key not in self.captures:
-            self.captures[key] = super().capture(batch, loss, batch_size, outputs, modes)
-        return self.captures[key]
-
-    def sharding(self, plan: Plan, graph: Graph) -> Sharding:
-        """Return `ModelSource.sharding`, cached by what of the plan it depends on."""
-        layout = plan.layout
-        key = (
-            layout.axes[1:],
-            layout.sequence_parallel,
-            layout.sample_parallel,
-            layout.shares,
-            layout.attention,
-            plan.shards,
-            graph.batch_size,
-            layout.precision,
-            self.prices,
-            len(graph.operators),  # a microbatch has a few more than a whole batch
-        )
-        if key not in self.shardings:
-            self.shardings[key] = shard_graph(plan, graph, self.prices)
-        return self.shardings[key]
-
-    def capture_microbatch(
-        self, plan: Plan, batch: Any, loss: Loss | None, size: int, samples: int, modes: Modes | None = None
-    ) -> CapturedMicrobatch:
-        """Return `ModelSource.capture_microbatch`, cached by microbatch size, batch size, precision and modes."""
-        layout = plan.layout
-        modes = training_modes(self.model) if modes is None else modes
-        key = (modes, size, samples, plan.batch_size, DTYPES[layout.precision], layout.replicas == 1, layout.microbatches == 1)
-        if key not in self.microbatches:
-            self.microbatches[key] = super().capture_microbatch(plan, batch, loss, size, samples, modes)
-        return self.microbatches[key]
-
-    def capture_all(self, plan: Plan, batch: Any, loss: Loss | None, modes: Modes | None = None) -> None:
-        """Fill the caches with everything that the ranks of a plan will capture, in training or in other `modes`.
-
-        Raises:
-            ModelError: the model cannot be captured so.
-        """
-        if plan.uncaptured:
-            return
-        first, *other_sizes = plan.microbatch_sizes
-        part = self.capture_microbatch(plan, batch, loss, first, plan.batch_size, modes)
-        if modes is None:
-            self.sharding(plan, part.loss_graph.graph)
-        for size in other_sizes:
-            self.capture_microbatch(plan, batch, loss, size, plan.batch_size, modes)
-        sample_folds(plan, self, part.captured, batch, loss, modes)
-
-
-def shard_graph(plan: Plan, graph: Graph, prices: Prices | None = None) -> Sharding:
-    """Return the complete sharding of a graph under a plan; what the plan leaves open is chosen by `prices`.
-
-    Raises:
-        LayoutError: shards over a tensor axis that the layout does not have, or that the graph does not allow.
-    """
-    cuts = expand_shards(plan.shards, (v.name for v in (*graph.parameters, *graph.buffers)))
-    sizes = {axis: n for axis, n in plan.layout.axes if axis_of(axis).shards}
-    missing_axes = [axis for axis in cuts if axis in (TENSOR, *GRID_AXES) and axis not in sizes]
-    if missing_axes and plan.layout.tensor > 1:
-        axis_names = ", ".join(axis for axis, _ in plan.layout.tensor_axes)
-        raise LayoutError(
-            f"the plan cuts parameters over {', '.join(missing_axes)}, and the tensor ranks of {plan.layout} lie along {axis_names}; "
-            f"leave [shards.{missing_axes[0]}] out, or name it after one of these"
-        )
-    layout = plan.layout
-    sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
-    samples_per_rank = priced_num_samples(-(-plan.batch_size // (layout.data * layout.microbatches)))
-    prices = prices or Prices(samples=samples_per_rank * layout.data)
-    sharding = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, attention=layout.attention)
-    return resize_sample_shards(sharding, graph, sample_shares(layout)) if layout.shares else sharding
-
-
-def build_rank_model(
-    plan: Plan, source: ModelSource, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int, outputs: bool = False
-) -> RankModel:
+def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) -> RankModel:
     """Capture the model, shard it, cut it into stages, lower this rank's stages and initialise their parameters.
+
+    With `tensors`: over the parameters and buffers of that model instead, and with its random state. A graph with the same operators keeps
+    the sharding of that model; for another one it follows from how parameters are sharded.
 
     Raises:
         Infeasible: the world has another number of ranks than the layout, or the batch does not divide.
-        ModelError: the model cannot be captured. LayoutError: a choice that can be planned, but not run yet.
+        ModelError: the model cannot be captured, or reads or trains other parameters than that of `tensors`.
+        LayoutError: a choice that can be planned, but not run yet.
         ProgramError: a custom schedule for other links between stages, or one that is proven wrong.
     """
-    layout = plan.layout
-    mesh = _mesh_of(layout, world)
-    first, dtype = plan.microbatch_sizes[0], DTYPES[layout.precision]
-    part = capture_outputs(source, plan, batch, first) if outputs else source.capture_microbatch(plan, batch, loss, first, plan.batch_size)
-    graph, normal = part.loss_graph.graph, part.loss_graph
-    _check_dtypes(graph, layout.precision)
-    check_samples(graph, layout)
-    stages = normal.split_stages(plan.stages)
-    layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
+    request, part = _capture(request, tensors)
+    plan, world, mesh, loss_graph, graph = request.plan, request.world, request.mesh, part.loss_graph, part.loss_graph.graph
+    layout, at = plan.layout, mesh.coordinates(world.rank)
+    stages = loss_graph.split_stages(plan.stages, request.runs_backward)
+    if tensors is None:
+        layout.residency.check([list(dict.fromkeys(filter(None, (layer_of(op.site) for op in s.operators)))) or [""] for s in stages])
     program = program_of(plan, stages, world)
-    at = mesh.coordinates(world.rank)
-    shardings = stage_shardings(plan, source, graph, stages)
+    shardings = _shardings_of(request, tensors, graph, stages)
     sharding = shardings[at["pipeline"]]  # the same for all stages of a rank
-    local_stages, draw = [stages[s] for s in program.stages_of[at["pipeline"]]], DrawState(seed=seed)
-    groups = groups_of(graph, sharding, mesh, world)
-    rows, arriving = sample_dims_of_outputs(source, batch, graph, sharding) if outputs else {}, frozenset(t.variable for t in normal.totals)
-    across = variables_across_meshes(layout, stages) & {v.value for v in graph.parameters}
-    shares, from_other_mesh = gradient_shares(across, sharding, mesh), received_across_meshes(layout, local_stages)
-    arrival, samples_at = PendingConstants(), sample_folds(plan, source, part.captured, batch, loss)
+    local_stages = [stages[s] for s in program.stages_of[at["pipeline"]]]
+    across = variables_across_meshes(layout, stages) & {v.value for v in graph.parameters} if request.runs_backward else frozenset()
+    reduced_axes = _reduced_axes(tensors, graph, sharding, across) if request.runs_backward else {}
+    base = tensors or RankModel(graph, sharding, stages, program, draw=DrawState(seed=request.seed))
+    folds = request.sample_folds(part)
     lowering = Lowering(
-        graph=graph, sharding=sharding, groups=groups, device=world.device, draw_state=draw, output_sample_dims=rows,
-            gradient_shares=shares, from_other_meshes=from_other_mesh,
-        sample_folds=samples_at, awaited_constants=arriving, pending_constants=arrival, local_statistics=layout.local_statistics_axes,
-        precision=PRECISIONS[layout.precision], local_reductions=always_summed_adjustments(layout, graph, sharding, mesh),
+        graph=graph, sharding=sharding, groups=groups_of(graph, sharding, mesh, world), device=world.device, draw_state=base.draw,
+        output_sample_dims=_sample_dims_of_outputs(request, graph, sharding), gradient_shares=gradient_shares(across, sharding, mesh),
+        from_other_meshes=received_across_meshes(layout, local_stages), sample_folds=folds,
+        awaited_constants=frozenset(total.variable for total in loss_graph.totals), pending_constants=base.pending_constants,
+        local_statistics=layout.local_statistics_axes, precision=PRECISIONS[layout.precision],
+        local_reductions=gradient_adjustments(reduced_axes, layout, sharding, mesh), pages=request.kv_pages,
     )  # fmt: skip
     lowered = {stage.index: lower(stage, lowering) for stage in local_stages}
-    full_variant = MicrobatchVariant(normal, lowered, {}, shardings, sharding)
+    base_variant = MicrobatchVariant(loss_graph, lowered, {}, shardings, sharding)
 
     def build_variant(size: int, samples: int) -> MicrobatchVariant:
-        if (size, samples) == (first, plan.batch_size):
-            return full_variant
-        resized = capture_outputs(source, plan, batch, size) if outputs else source.capture_microbatch(plan, batch, loss, size, samples)
-        # Outputs are always of whole batches.
-        its_lowering = (
-            lowering if outputs else replace(lowering, sample_folds=samples_at or sample_folds(plan, source, resized.captured, batch, loss))
-        )
-        return lower_variant(
-            full_variant, its_lowering, resized.loss_graph, plan, constants_on_device(resized.constants, world.device, dtype)
-        )
+        if (size, samples) == request.sizes:
+            return base_variant
+        resized = request.capture(size, samples)
+        its_lowering = replace(lowering, sample_folds=folds or request.sample_folds(resized))
+        return lower_variant(base_variant, its_lowering, resized.loss_graph, plan, request.constants_on_device(resized))
 
+    rank_model = replace(
+        base, graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, structure=part.structure,
+        variant_for=lru_cache(MAX_MICROBATCH_SIZES)(build_variant), sample_folds=folds, shardings=shardings,
+        lowering=lowering, couplings=part.couplings, divisor_inputs=loss_graph.total_inputs,
+    )  # fmt: skip
+    if tensors is None:
+        rank_model = _with_new_tensors(rank_model, request, across)
+    return replace(rank_model, variables=_variables_of(rank_model, local_stages, at, request.constants_on_device(part)))
+
+
+def _capture(request: BuildRequest, tensors: RankModel | None) -> tuple[BuildRequest, CapturedMicrobatch]:
+    """Capture what a request asks for, and check it; return it with the request whose plan has the sites of this graph."""
+    plan = request.plan
+    if request.kv_pages is not None:  # a step may have fewer tokens than ranks
+        plan = replace(plan, layout=replace(plan.layout, sequence_parallel="off"))
+        request = replace(request, plan=plan)
+    _ = request.mesh
+    part = request.capture(*request.sizes)
+    graph = part.loss_graph.graph
+    if tensors is None:
+        _check_dtypes(graph, plan.layout.precision)
+    else:
+        request = replace(request, plan=replace(plan, stages=tuple(_stage_sites_in(plan.stages, tensors.graph, graph))))
+    check_samples(graph, plan.layout)
+    return request, part
+
+
+def _shardings_of(request: BuildRequest, tensors: RankModel | None, graph: Graph, stages: Sequence[Stage]) -> tuple[Sharding, ...]:
+    """Return a graph's sharding for each pipeline rank: that of `tensors` if operators agree and tensors divide, else a new one."""
+    plan, source = request.plan, request.source
+    if tensors is None:
+        return stage_shardings(plan, source, graph, stages)
+    if request.is_replicated:
+        plan = replace(plan, layout=replace(plan.layout, data=1))
+    elif _sharded_axis_sizes(tensors.sharding.sizes) == _sharded_axis_sizes(dict(request.mesh.axes)):
+        with suppress(Infeasible):
+            return resize_shardings(tensors.shardings, tensors.graph, graph, plan.layout)
+    widest = max((*tensors.shardings, tensors.sharding), key=lambda sharding: sum(map(len, sharding.shards.values())))
+    # Not through `source` itself: its cached sharding is that of training.
+    uncached = ModelSource(source.model, source.deferred, source.prices)
+    return stage_shardings(replace(plan, shards=tuple(widest.shards.items())), uncached, graph, stages)
+
+
+def _sharded_axis_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: n for axis, n in sizes.items() if n > 1 and axis_of(axis).shards}
+
+
+def _stage_sites_in(sites: Sequence[str], training: Graph, graph: Graph) -> list[str]:
+    """Return the first site of every stage in `graph`: the one of training, or the next later site that `graph` has."""
+    order = list(training.index_of_site)
+    first_sites = []
+    for site in sites:
+        later_sites = (later_site for later_site in order[training.index_of_site[site] :] if later_site in graph.index_of_site)
+        first_sites.append(next(later_sites, site))
+    return first_sites
+
+
+def _reduced_axes(tensors: RankModel | None, graph: Graph, sharding: Sharding, across: AbstractSet[str]) -> dict[str, Collection[str]]:
+    """Return the axes along which each parameter's gradient is reduced, by graph value: the partial ones, or those of `tensors`.
+
+    Raises:
+        ModelError: a parameter has a gradient that has none in `tensors`; raised on every rank.
+    """
+    if tensors is None:
+        return {v.value: sharding.gradient_axes.get(v.value, ()) for v in graph.parameters}
+    with_gradient, with_training_gradient = parameters_with_gradient(graph), parameters_with_gradient(tensors.graph)
+    trained_names = {v.name for v in tensors.graph.parameters if v.value in with_training_gradient}
+    trained = [v for v in graph.parameters if v.value in with_gradient and v.value not in across]
+    for v in trained:
+        if v.name not in trained_names:
+            raise ModelError(
+                f"{v.name} learns from a batch of this form, and does not from the one that the model was divided with; divide it with a "
+                "batch from which every parameter learns"
+            )
+    return {v.value: tensors.local_parameters[v.name].reduction_axes for v in trained if v.name in tensors.local_parameters}
+
+
+def _with_new_tensors(rank_model: RankModel, request: BuildRequest, across: AbstractSet[str]) -> RankModel:
+    """Return the model with parameters and buffers of its stages, allocated and initialised. `across`: variables of several meshes."""
+    plan, layout, world, mesh, outputs = request.plan, request.plan.layout, request.world, request.mesh, request.returns_outputs
+    graph, sharding, dtype = rank_model.graph, rank_model.sharding, DTYPES[layout.precision]
     # In a plain loop parameters that the outputs do not depend on may enter the user's loss: loss weights, a temperature.
     trainable = {v.value for v in graph.parameters if v.trainable} if outputs else parameters_with_gradient(graph)
     shards_by_name = zero_shards(graph, sharding) if outputs and layout.zero else {}
-    always, per_replica = (
-        sample_axes(mesh.stage_axes) if outputs else always_summed_axes(layout),
-        layout.servers > 0 or layout.staleness > 0,
+    blocks = LocalBlocks(
+        mesh,
+        mesh.coordinates(world.rank),
+        shard_stored_parameters(sharding, graph, shards_by_name),
+        rank_model.stages,
+        rank_model.program,
+        across,
+        always_summed_axes=sample_axes(mesh.stage_axes) if outputs else always_summed_axes(layout),
+        updates_per_replica=layout.servers > 0 or layout.staleness > 0,
     )
-    blocks = LocalBlocks(mesh, at, shard_stored_parameters(sharding, graph, shards_by_name), stages, program, across, always, per_replica)
-    specs, zero = blocks.local_parameters(graph, trainable, optimizer, dtype, layers_reading(lowered)), 0 if outputs else layout.zero
-    flat, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, layout.servers_of(world.rank))
-    choose_all_reduce(plan, world, flat)
+    specs = blocks.local_parameters(graph, trainable, request.optimizer, dtype, layers_reading(rank_model.lowered))
+    zero, servers = 0 if outputs else layout.zero, layout.servers_of(world.rank)
+    groups, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, servers)
+    choose_all_reduce(plan, world, groups)
     buffer_blocks = {v.name: (v, blocks.block_ranges(v)) for v in graph.buffers if blocks.is_stored_here(v)}
-    buffers = source.initial_buffers(InitialValues(specs, parameters, flat, buffer_blocks, world.device, dtype))
-    used_values, tensors = {value for stage in local_stages for value in stage.variables}, {**parameters, **buffers}
-    variables: dict[str, Tensor] = {v: t for v, t in constants_on_device(part.constants, world.device, dtype).items() if v in used_values}
-    variables |= {v.value: tensors[v.name] for v in (*graph.parameters, *graph.buffers) if v.value in used_values and v.name in tensors}
-    return RankModel(
-        graph=graph, sharding=sharding, stages=stages, program=program, lowered=lowered, parameters=parameters, local_parameters=specs,
-            groups=flat,
-        buffers=buffers, buffer_blocks=buffer_blocks, variables=variables, draw=draw, structure=part.structure,
-        state_dict_names=frozenset(source.model.state_dict(keep_vars=True)), variant_for=lru_cache(MAX_MICROBATCH_SIZES)(build_variant),
-        sample_folds=samples_at,
-        shardings=shardings, lowering=lowering, couplings=part.couplings, divisor_inputs=normal.total_inputs, pending_constants=arrival,
+    return replace(
+        rank_model,
+        parameters=parameters,
+        local_parameters=specs,
+        groups=groups,
+        buffers=request.source.initial_buffers(InitialValues(specs, parameters, groups, buffer_blocks, world.device, dtype)),
+        buffer_blocks=buffer_blocks,
+        state_dict_names=frozenset(request.source.model.state_dict(keep_vars=True)),
         zero_shards=shards_by_name,
-    )  # fmt: skip
+    )
 
 
-def _mesh_of(layout: Layout, world: World) -> Mesh:
-    """Return the mesh of a layout, after checking that this world has as many ranks."""
-    mesh = layout.mesh_of(world.rank)
-    if mesh.num_ranks != world.num_ranks:
-        raise Infeasible(f"the layout {layout} needs {mesh.num_ranks} ranks, {world.num_ranks} were started")
-    return mesh
+def _variables_of(
+    rank_model: RankModel, local_stages: Sequence[Stage], coordinates: Mapping[str, int], constants: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the parameters, buffers and constants that this rank's stages read, by graph value.
 
-
-def sample_folds(
-    plan: Plan, source: ModelSource, graph: Graph, batch: Any, loss: Loss | None, modes: Modes | None = None
-) -> tuple[SampleFold | None, ...]:
-    """Return how samples lie in each random tensor of the model, draw by draw; nothing if a microbatch is the whole batch."""
-    sizes = {*plan.microbatch_sizes, plan.batch_size} - {graph.batch_size}
-    if not sizes:
-        return ()
-    other_size = min(sizes)
-    return find_sample_folds(graph, lambda: source.capture(batch, loss, other_size, modes=modes).graph)
+    Raises:
+        ModelError: this rank does not have one of them, or not the shard that is read.
+    """
+    graph, zero_shards = rank_model.graph, rank_model.zero_shards
+    used_values = {value for stage in local_stages for value in stage.variables}
+    tensors = {**rank_model.buffers, **rank_model.parameters}
+    variables = {value: tensor for value, tensor in constants.items() if value in used_values}
+    for v in (*graph.parameters, *graph.buffers):
+        if v.value not in used_values:
+            continue
+        if v.name not in tensors:
+            stage = next(stage.index for stage in local_stages if v.value in stage.variables)
+            raise ModelError(
+                f"stage {stage} of the pipeline reads {v.name} here, and in training another one does, which is not supported yet; "
+                "evaluate the serial model from engine.full_state_dict(), or use a layout without a pipeline"
+            )
+        expected = rank_model.sharding.local_shape(v.value, v.tensor.shape, coordinates=coordinates)
+        zero_dim = zero_shards[v.name].dim if v.name in zero_shards else None  # stored in fewer rows than it is read in
+        shapes = [[n for dim, n in enumerate(shape) if dim != zero_dim] for shape in (tensors[v.name].shape, expected)]
+        if shapes[0] != shapes[1]:
+            raise ModelError(f"{v.name} is used differently than in training and would be sharded differently, which is not supported yet")
+        variables[v.value] = tensors[v.name]
+    return variables
 
 
 def _check_dtypes(graph: Graph, precision: str) -> None:
@@ -356,18 +323,18 @@ def _check_dtypes(graph: Graph, precision: str) -> None:
             )
 
 
-def sample_dims_of_outputs(source: ModelSource, batch: Any, graph: Graph, sharding: Sharding, modes: Modes | None = None) -> dict[str, int]:
+def _sample_dims_of_outputs(request: BuildRequest, graph: Graph, sharding: Sharding) -> dict[str, int]:
     """Return the sample dimension of each output: the one sharded over sample axes; for a replicated output, the one that doubles in a
     capture with twice the samples (another dimension may have the same length by coincidence)."""
     axes = sharding.sample_axes
-    if not axes:  # every rank has all samples
+    if not axes or not request.returns_outputs or request.gathers_outputs:  # every rank has all samples
         return {}
     forms = {v: [form for axis in axes if is_shard(form := sharding.placements[v][axis])] for v in graph.outputs}
     dims = {v: sharded[0].dim for v, sharded in forms.items() if sharded}
     if all(v in dims or not graph.tensors[v].shape for v in graph.outputs):
         return dims
     try:
-        doubled = source.capture(batch, None, 2 * graph.batch_size, outputs=True, modes=modes).graph
+        doubled = request.source.capture(request.batch, None, 2 * graph.batch_size, outputs=True, modes=request.modes).graph
     except ModelError:  # the model has a fixed number of samples
         return {v: 0 for v in graph.outputs if graph.tensors[v].shape[:1] == (graph.batch_size,)}
     for value, other_value in zip(graph.outputs, doubled.outputs, strict=True):
@@ -376,16 +343,3 @@ def sample_dims_of_outputs(source: ModelSource, batch: Any, graph: Graph, shardi
         if grown_dims:
             dims[value] = grown_dims[0]
     return dims
-
-
-def capture_outputs(source: ModelSource, plan: Plan, batch: Any, size: int, modes: Modes | None = None) -> CapturedMicrobatch:
-    """Capture a microbatch of a model without a loss, whose outputs are returned as they are."""
-    captured = source.capture(batch, None, size, True, modes)
-    return CapturedMicrobatch(
-        SummableLossGraph(cast_to_precision(captured.graph, plan)), captured.constants, captured.graph, structure=captured.structure
-    )
-
-
-def cast_to_precision(graph: Graph, plan: Plan) -> Graph:
-    """Return the graph in the dtype that a plan computes in."""
-    return graph.cast("float64") if DTYPES[plan.layout.precision] is torch.float64 else graph

@@ -25,13 +25,12 @@ from shardwise.plan.data_context_splits import Split, Splits, check_split, split
 from shardwise.plan.ir.axis import sample_axes
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import replica_sizes
-from shardwise.plan.plan import Plan
 from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates
 from shardwise.run.parts.lru_cache import MAX_CAPTURES, LRUCache
 from shardwise.run.parts.rank_model import RankModel
 from shardwise.run.parts.rows import BatchRows
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource
-from shardwise.run.rank_model.capture_variants import CaptureRequest, build_capture_variant
+from shardwise.run.rank_model.build import BuildRequest, build_rank_model
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.rank_model.runnable_capture import RunnableCapture, StepInputs
 from shardwise.run.step.executors import ExecutorCache
 from shardwise.run.step.loss_divisors import count_divisors
@@ -86,9 +85,7 @@ class CaptureCache:
         if trains and form.key == trained.form.key:
             return trained
         with trained.executors.world.pace.untimed():
-            return self.variants.get_or_build(
-                (trains, form.key), lambda: self._build_capture(self._request_for(batch, trains), form, plan.layout)
-            )
+            return self.variants.get_or_build((trains, form.key), lambda: self._build_capture(batch, trains, plan.layout))
 
     def step_parts(self, microbatches: Microbatches, trains: bool) -> list[StepPart]:
         """Return what runs each microbatch, under its given or its fastest data x context split.
@@ -123,17 +120,11 @@ class CaptureCache:
         return plan.splits.choose_split(batch_size_of(batch), length) if length else (plan.layout.data, plan.layout.context)
 
     def _capture_for_split(self, batch: Any, layout: Layout, trains: bool, samples: int) -> RunnableCapture:
-        form, size = BatchSignature.of(batch), batch_size_of(batch)
+        form = BatchSignature.of(batch)
         self.training_capture.form.check_objects(form)
         key = (trains, form.key, layout.data, layout.context)
-
-        def build() -> RunnableCapture:
-            return self._build_capture(
-                replace(self._request_for(batch, trains), microbatch_size=size, batch_size=samples), form, layout.with_microbatches(2)
-            )
-
         with self.training_capture.executors.world.pace.untimed():
-            capture = self.variants.get_or_build(key, build)
+            capture = self.variants.get_or_build(key, lambda: self._build_capture(batch, trains, layout.with_microbatches(2), samples))
         if capture.rank_model.couplings:
             first = capture.rank_model.couplings[0]
             raise Infeasible(
@@ -141,28 +132,26 @@ class CaptureCache:
             )
         return capture
 
-    def _request_for(self, batch: Any, trains: bool) -> CaptureRequest:
-        modes = (training_modes if trains else evaluation_modes)(self.source.model)
-        return CaptureRequest(modes, batch, self.loss, trains)
-
     def _source_for(self, form: BatchSignature) -> ModelSource:
         """Return the model source for a batch form, since a source caches captures of one form only."""
         if form.key == self.training_capture.form.key:
             return self.source
         return self.sources.get_or_build(form.key, lambda: CachedModelSource(self.source.model, self.source.deferred))
 
-    def _build_capture(self, request: CaptureRequest, form: BatchSignature, layout: Layout) -> RunnableCapture:
-        """Build the requested capture over the training weights, and connect its groups."""
-        base, world = self.training_capture.executors, self.training_capture.executors.world
-        plan = (
-            base.plan
-            if layout == base.plan.layout
-            else replace(base.plan, layout=layout, batch_size=2 * max(request.microbatch_size, layout.data))
+    def _build_capture(self, batch: Any, trains: bool, layout: Layout, samples: int = 0) -> RunnableCapture:
+        """Build a capture over the training weights, and connect its groups. `samples`: of a step of which `batch` is one microbatch."""
+        base, form, size = self.training_capture.executors, BatchSignature.of(batch), batch_size_of(batch) if samples else 0
+        plan, world, source = base.plan, base.world, self._source_for(form)
+        if layout != plan.layout:
+            plan = replace(plan, layout=layout, batch_size=2 * max(size, layout.data))
+        modes = (training_modes if trains else evaluation_modes)(source.model)
+        request = BuildRequest(
+            plan, source, batch, self.loss, world, modes=modes, runs_backward=trains, microbatch_size=size, batch_size=samples
         )
         try:
-            executors = self.build_executors(request, self._source_for(form), plan=plan)
+            executors = self.build_executors(request)
         except ModelError as error:
-            purpose = "trained with this batch" if request.runs_backward else "evaluated"
+            purpose = "trained with this batch" if trains else "evaluated"
             raise ModelError(f"the model is trained, and cannot be {purpose}: {error}") from error
         replicas = DeferredBufferUpdates(executors.rank_model, layout.mesh_of(world.rank), world)
         groups: set[Group] = set(replicas.groups)
@@ -172,17 +161,13 @@ class CaptureCache:
             group.connect()
         return RunnableCapture(form, executors, replicas)
 
-    def build_executors(
-        self, request: CaptureRequest, source: ModelSource, template: RankModel | None = None, plan: Plan | None = None
-    ) -> ExecutorCache:
+    def build_executors(self, request: BuildRequest, template: RankModel | None = None) -> ExecutorCache:
         """Build the executors of a capture over the training weights, sharded like `template` if it has the same operators."""
         base = self.training_capture.executors
-        plan = plan or base.plan
-        parts = build_capture_variant(
-            request, replace(template or base.rank_model, draw=DrawState(base.rank_model.draw.seed)), plan, source, base.world
-        )
+        tensors = replace(template or base.rank_model, draw=DrawState(base.rank_model.draw.seed))
+        parts = build_rank_model(request, tensors)
         read = base.gathered.for_capture(parts.lowered, {v.value: v.name for v in parts.graph.parameters})
-        return replace(base.for_capture(parts, read, request.runs_backward), plan=plan)
+        return replace(base.for_capture(parts, read, request.runs_backward), plan=request.plan)
 
 
 def prepare_step_inputs(parts: Sequence[StepPart]) -> list[StepInputs]:

@@ -56,7 +56,7 @@ class StepAnomaly:
     @classmethod
     def between(cls, first: StepEvidence, second: StepEvidence, names: Sequence[str]) -> StepAnomaly:
         """Compare two runs of a step. Norms are skipped if their numbers differ, since one run was resumed between microbatches."""
-        losses = [1 + m for m, pair in enumerate(zip(first.losses, second.losses, strict=False)) if _values_differ(*pair)]
+        losses = [1 + m for m, (a, b) in enumerate(zip(first.losses, second.losses, strict=False)) if _values_differ(a, b)]
         gradients = len(first.norms) == len(second.norms) and any(
             _values_differ(a, b) for a, b in zip(first.norms, second.norms, strict=True)
         )

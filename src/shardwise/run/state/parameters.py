@@ -21,9 +21,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan.plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, unshared_bucket_bytes
+from shardwise.collectives import build
+from shardwise.plan.ir.choice import NATIVE
+from shardwise.plan.plan import BUCKET_BYTES, FIRST_BUCKET_BYTES, Plan, unshared_bucket_bytes
 from shardwise.run.state.block_ranges import BlockRanges, block_shape
-from shardwise.world.world import Group
+from shardwise.world.comm.all_reduce import CollectiveDispatcher
+from shardwise.world.world import Group, World
 
 
 @dataclass(frozen=True)
@@ -302,3 +305,13 @@ def install_tensors(model: nn.Module, parameters: Mapping[str, nn.Parameter], bu
         for local, b in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if first_name[id(b)] in buffers:
                 setattr(module, local, buffers[first_name[id(b)]])
+
+
+def choose_all_reduce(plan: Plan, world: World, groups: Sequence[FlatGroup]) -> None:
+    """Set the all-reduce algorithms of the gradients' groups; call on all ranks, before the groups connect."""
+    choices, compresses = plan.all_reduce, plan.layout.compress != "none"
+    for ranks in sorted({group.sum_ranks for group in groups if len(group.sum_ranks) > 1}):
+        over = world.group(ranks)
+        over.use_dispatcher(
+            CollectiveDispatcher(over, choices, build, levels=compresses) if compresses or choices.names != (NATIVE,) else None
+        )

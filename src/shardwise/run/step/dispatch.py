@@ -1,28 +1,139 @@
-"""Handlers of the program's actions (forward, backward, send, recv, recompute, offload ...), by kind: `HANDLERS`.
+"""Handlers of the program's actions (forward, backward, send, recv, recompute, offload ...), by kind: `HANDLERS`; results of a step.
 
 In: an executor and one action of its program. Out: a function of the running step, with everything that does not change from step to
-step looked up beforehand. A new kind of action is a new function here (or in a file of its own) and a line in `HANDLERS`.
+step looked up beforehand. A new kind of action is a new function here (or in a file of its own) and a line in `HANDLERS`. A forward whose
+activations are to be recomputed saves none.
+
+Not supported: recomputing a stage that reads a buffer which the model writes; it would read later values.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from shardwise.plan.ir.program import Action, Compute, ComputeOp, Recv, Send, Value
+from shardwise.errors import ProgramError
+from shardwise.plan.ir.program import Action, Compute, ComputeOp, Manage, ManageOp, Recv, Send, Value
 from shardwise.plan.ir.timeline import Span
-from shardwise.run.step import residency_actions
-from shardwise.run.step.residency_actions import choose_forward
+from shardwise.run.residency.layer_modules import reads_written_buffer
+from shardwise.run.residency.recompute import mark_recomputing
 from shardwise.run.step.stage_runner import SavedActivations
 from shardwise.run.step.transfers import PendingReceive
 from shardwise.world.world import CollectiveWork
 
 if TYPE_CHECKING:
     from shardwise.run.step.executor import Executor
+
+
+Forward = Callable[..., SavedActivations]
+
+
+def choose_forward(executor: Executor, action: Compute) -> Forward:
+    """Return the forward function of a stage and microbatch: plain, recorded for offload, or without saved activations for recompute."""
+    runner = executor.runner(action)
+    residency_ops = {
+        a.op
+        for a in executor.program.actions[executor.rank]
+        if isinstance(a, Manage) and (a.stage, a.microbatch) == (action.stage, action.microbatch)
+    }
+    if ManageOp.DROP in residency_ops:
+        if reads_written_buffer(runner.local):
+            raise ProgramError(
+                f"{executor.program.name} recomputes stage {action.stage}, which reads a buffer that the model writes: the recompute "
+                "would read what later microbatches wrote; offload it, or cut the model elsewhere"
+            )
+
+        def forward_without_saving(*args: Any) -> SavedActivations:
+            with torch.no_grad():
+                return runner.forward(*args)
+
+        return forward_without_saving
+    if ManageOp.OFFLOAD in residency_ops:
+
+        def forward_recorded(*args: Any) -> SavedActivations:
+            if not torch.is_grad_enabled():
+                return runner.forward(*args)
+            with executor.host.record_saved() as offloaded:
+                state = runner.forward(*args)
+            state.offloaded = offloaded
+            return state
+
+        return forward_recorded
+    return runner.forward
+
+
+def offload_saved(executor: Executor, action: Manage, step: int) -> ActionRunner:
+    return _transfer_runner(executor.host.offload, *_slots_of(executor, action, "saved", "host"))
+
+
+def load_saved(executor: Executor, action: Manage, step: int) -> ActionRunner:
+    return _transfer_runner(executor.host.load, *_slots_of(executor, action, "host", "saved"))
+
+
+def _transfer_runner(move: Callable[[Any], object], source: int, target: int) -> ActionRunner:
+    """Return a function that transfers saved activations from slot `source` to slot `target`."""
+
+    def run(running: StepState) -> None:
+        state: SavedActivations = running.slots[source]
+        assert state.offloaded is not None
+        move(state.offloaded)
+        running.slots[target] = state
+
+    return run
+
+
+def drop_saved(executor: Executor, action: Manage, step: int) -> ActionRunner:
+    saved, inputs = _slots_of(executor, action, "saved", "inputs")
+
+    def run(running: StepState) -> None:
+        state: SavedActivations = running.slots[saved]
+        running.slots[inputs] = [x.detach() for x in state.received]
+
+    return run
+
+
+def recompute(executor: Executor, action: Compute, step: int) -> ActionRunner:
+    s, m = action.stage, action.microbatch
+    saved, inputs = executor.slot(Value("saved", (s, m))), executor.slot(Value("inputs", (s, m)))
+    runner, draw = executor.runner(action), executor.draw
+
+    def run(running: StepState) -> None:
+        draw.microbatch = m
+        received: list[Tensor] = running.slots[inputs]
+        with mark_recomputing(draw, runner.memory), torch.enable_grad() if running.is_training else nullcontext():
+            running.slots[saved] = runner.forward(running.inputs[m], received, running.wants_input_gradients)
+
+    return run
+
+
+def unshard_weights(executor: Executor, action: Manage, step: int) -> ActionRunner:
+    return lambda running: executor.gathered.unshard(action.stage)
+
+
+def reshard_weights(executor: Executor, action: Manage, step: int) -> ActionRunner:
+    return lambda running: executor.gathered.reshard(action.stage)
+
+
+def reduce_gradients(executor: Executor, action: Manage, step: int) -> ActionRunner:
+    """Reduce gradients over data replicas; buckets with complete gradients are being reduced already."""
+    names = executor.trainable_by_stage[action.stage]
+
+    def run(running: StepState) -> None:
+        if executor.gradients is not None:
+            executor.gradients.reduce(names)
+
+    return run
+
+
+def _slots_of(executor: Executor, action: Manage, *names: str) -> tuple[int, ...]:
+    assert action.microbatch is not None  # of a stage and a microbatch
+    return tuple(executor.slot(Value(name, (action.stage, action.microbatch))) for name in names)
 
 
 @dataclass
@@ -187,13 +298,41 @@ HANDLERS: dict[str, Handler] = {
     "B": backward_runner,
     "I": backward_runner,
     "W": weight_gradient_runner,
-    "R": residency_actions.recompute,
+    "R": recompute,
     "send": send_runner,
     "recv": receive_runner,
-    "UNSHARD": residency_actions.unshard_weights,
-    "RESHARD": residency_actions.reshard_weights,
-    "REDUCE_GRAD": residency_actions.reduce_gradients,
-    "OFFLOAD": residency_actions.offload_saved,
-    "LOAD": residency_actions.load_saved,
-    "DROP": residency_actions.drop_saved,
+    "UNSHARD": unshard_weights,
+    "RESHARD": reshard_weights,
+    "REDUCE_GRAD": reduce_gradients,
+    "OFFLOAD": offload_saved,
+    "LOAD": load_saved,
+    "DROP": drop_saved,
 }
+
+
+StepCheck = Callable[[RunResult, Sequence[float]], str]  # (result, each rank's gradient norm) -> why a step is suspect, or empty
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Loss over the whole batch, gradient norm if clipped, and time of one step.
+
+    `grad_norm` belongs to the update that this step applied: with staleness=K of the step K before it, and None before there is one.
+    """
+
+    grad_norm: float | None
+    step_time_s: float
+    total: Tensor = field(repr=False)
+    reduction: CollectiveWork = field(repr=False)
+    loss_scale: float | None = None  # of the next step, in float16
+
+    @property
+    def loss(self) -> float:
+        """Loss at the weights before the update. With staleness it waits until all ranks have completed the step."""
+        self.reduction.wait()
+        return mean_loss(self.total)
+
+
+def mean_loss(total: Tensor) -> float:
+    """Return a reduced loss, divided by its divisor if that was reduced with it."""
+    return float(total[0] / total[1]) if total.dim() else float(total)

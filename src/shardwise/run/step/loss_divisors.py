@@ -81,20 +81,12 @@ class DivisorCounter:
         sharded = [v for v in buffers if any(is_shard(form) and not axis_of(axis).shards_samples for axis, form in placements[v].items())]
         if sharded:
             raise Infeasible(f"the loss divides by a count over {sharded[0]}, which is sharded over tensor ranks; use tensor=1")
-        local = [
-            lower(
-                stage,
-                replace(
-                    lowering,
-                    graph=normal.graph,
-                    sharding=_restrict_to_axes(self.variant.sharding, axes),
-                    awaited_constants=frozenset(),
-                    output_sample_dims={},
-                ),
-            )
+        unrestricted = replace(lowering, graph=normal.graph, awaited_constants=frozenset(), output_sample_dims={})
+        of_microbatch, of_rows = (
+            lower(stage, replace(unrestricted, sharding=_restrict_to_axes(self.variant.sharding, axes)))
             for axes in ((), lowering.sharding.sample_axes)
-        ]
-        return _CountLevel(totals, *local)
+        )
+        return _CountLevel(totals, of_microbatch, of_rows)
 
     def by_graph_value(self, totals: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return divisors, given in the order of the levels (or a prefix of it), by this capture's graph values."""

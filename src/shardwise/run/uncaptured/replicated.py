@@ -41,37 +41,35 @@ from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.placement import D, P, Placement, R, Shard
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, check_uncaptured
-from shardwise.run.call_convention import CallConvention
 from shardwise.run.checkpoint import StateShard, full_shard
-from shardwise.run.gradients.choose_all_reduce import choose_all_reduce
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.parts.rank_model import RankModel, program_of
-from shardwise.run.rank_model.build import ModelSource, cast_to_precision
+from shardwise.run.parts.rows import CallConvention
+from shardwise.run.rank_model.build import BuildRequest
+from shardwise.run.rank_model.model_source import ModelSource, cast_to_precision
 from shardwise.run.state.block_ranges import full_ranges
-from shardwise.run.state.optimizer import OptimizerSpec
-from shardwise.run.state.parameters import LocalParameter, build_groups, install_tensors
+from shardwise.run.state.parameters import LocalParameter, build_groups, choose_all_reduce, install_tensors
 from shardwise.run.state.precision import autocast_dtype_of
 from shardwise.run.uncaptured.trial import OutputSpec, check_data_parallel, infer_output_specs
 from shardwise.world import private
 from shardwise.world.world import World
 
 
-def build_replicated(
-    plan: Plan, source: ModelSource, batch: Any, loss: Loss | None, world: World, optimizer: OptimizerSpec, seed: int
-) -> RankModel:
+def build_replicated(request: BuildRequest) -> RankModel:
     """Build the rank model of a module that is replicated on every rank.
 
     Raises:
         Infeasible: the layout shards more than samples, or the loss is no mean over the shards of the batch.
     """
-    layout, model = plan.layout, source.model
+    plan, batch, world = request.plan, request.batch, request.world
+    layout, model = plan.layout, request.source.model
     set_modes(model, training_modes(model))
-    loss = source.loss_of(loss)
-    is_double = _materialize(model, source, plan, world)
+    loss = request.source.loss_of(request.loss)
+    is_double = _materialize(model, request.source, plan, world)
     check_data_parallel(plan, model, batch, loss)
     graph = cast_to_precision(_graph_of(model, batch, plan.microbatch_sizes[0]), plan)
     saved = frozenset(model.state_dict(keep_vars=True))
-    specs = _local_parameters(model, layout.mesh.group(world.rank, DATA), world.rank, optimizer.decays)
+    specs = _local_parameters(model, layout.mesh.group(world.rank, DATA), world.rank, request.optimizer.decays)
     servers = layout.servers_of(world.rank)
     groups, parameters = build_groups(list(specs.values()), world.device, layout.zero, world.rank, plan.bucket_bytes, servers)
     choose_all_reduce(plan, world, groups)
@@ -79,7 +77,7 @@ def build_replicated(
         for name, p in model.named_parameters():
             parameters[name].copy_(p)
     install_tensors(model, parameters, {})
-    draw = DrawState(seed=seed)
+    draw = DrawState(seed=request.seed)
     module = _EagerModule(model, batch, loss, layout, is_double, draw, world.rank)
     sharding = _sharding_of(graph, layout.data)
     stage = Stage(0, (), tuple(v.value for v in graph.variables), (), (), ("loss",))

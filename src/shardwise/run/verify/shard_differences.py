@@ -34,6 +34,28 @@ def max_difference(got: Tensor, want: Tensor) -> float:
     return largest if largest < float("inf") else float("inf")
 
 
+def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference over the largest finite magnitude (of the tensor, at least `floor`).
+
+    Infinite for NaN, another shape, or an infinity in one of the two only; equal infinities (of a mask) are no difference.
+    """
+    return relative_difference(max_difference(got, want), want, floor)
+
+
+def relative_difference(difference: float, want: Tensor, floor: float) -> float:
+    """Return a difference over the largest finite magnitude of `want`, at least `floor`."""
+    if not difference or difference == float("inf"):
+        return difference
+    bound = max(finite_largest(want), floor)
+    return difference / bound if bound else difference
+
+
+def finite_largest(x: Tensor) -> float:
+    """Return the largest finite magnitude of a tensor."""
+    x = torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double()
+    return float(torch.where(x.isfinite(), x, 0.0).abs().max())
+
+
 def differences_by_rank(
     variables: Sequence[Variable],
     shards: Sequence[StateShard],

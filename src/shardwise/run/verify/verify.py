@@ -43,15 +43,15 @@ from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.rank_model.build import CachedModelSource, ModelSource
 from shardwise.run.rank_model.capture_cache import one_microbatch_per_split
+from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.sharded_state import full_state, gradient_shards
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.step.dispatch import RunResult
 from shardwise.run.verify.compressed_gradients import CompressedGradientCheck
 from shardwise.run.verify.eight_bit_products import find_wrong_product
 from shardwise.run.verify.serial import EPSILON, LOSS_SCALE, RoundingNoise, SerialRun, SerialTraits, StepValues
-from shardwise.run.verify.shard_differences import differences_by_rank, max_difference
+from shardwise.run.verify.shard_differences import differences_by_rank, finite_largest, max_difference, relative_difference
 from shardwise.run.verify.sharded_shares import shares_by_axis, unproven_axes
 from shardwise.run.verify.verification import Verification
 from shardwise.world.launch.launch import launch
@@ -64,26 +64,6 @@ _NARROW_FACTOR = 4.0
 # A parallel run rounds where no serial run does. Its distance was at most 1.6 times that of the perturbed serial runs over 30 models; of a
 # tensor with one element all perturbed runs may by chance be close.
 _NOISE_FACTOR = 16
-
-
-def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
-    """Return the largest difference over the largest finite magnitude (of the tensor, at least `floor`).
-
-    Infinite for NaN, another shape, or an infinity in one of the two only; equal infinities (of a mask) are no difference.
-    """
-    return _relative_difference(max_difference(got, want), want, floor)
-
-
-def _relative_difference(difference: float, want: Tensor, floor: float) -> float:
-    if not difference or difference == float("inf"):
-        return difference
-    bound = max(_finite_largest(want), floor)
-    return difference / bound if bound else difference
-
-
-def _finite_largest(x: Tensor) -> float:
-    x = torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double()
-    return float(torch.where(x.isfinite(), x, 0.0).abs().max())
 
 
 @dataclass
@@ -139,7 +119,7 @@ class StepComparison:
         explanation, expected = "", expected.cpu()
         if kind == "gradients":
             self.gradient_differences[name] = max(self.gradient_differences.get(name, 0.0), difference)
-        error = _relative_difference(difference, expected, largest if self.below_float64 and kind == "weights" else 0.0)
+        error = relative_difference(difference, expected, largest if self.below_float64 and kind == "weights" else 0.0)
         if self.rounding:
             error = self._in_noise(kind, name, difference, expected, step)
         elif self.tolerance < error < float("inf"):
@@ -147,8 +127,8 @@ class StepComparison:
             # its gradient's differences so far too, propagated by the updates, since those were judged themselves.
             noise = _NOISE_FACTOR * self.noise(kind, name, expected, step)
             propagated = self.optimizer_gain * (step + 1) * self.gradient_differences.get(name, 0.0) if kind == "weights" else 0.0
-            error = _relative_difference(difference, expected, min(noise / self.tolerance, max(largest, propagated / self.tolerance)))
-            if error > self.tolerance and _relative_difference(difference, expected, noise / self.tolerance) <= self.tolerance:
+            error = relative_difference(difference, expected, min(noise / self.tolerance, max(largest, propagated / self.tolerance)))
+            if error > self.tolerance and relative_difference(difference, expected, noise / self.tolerance) <= self.tolerance:
                 explanation = (
                     f"; serial runs whose weights differ by one unit of rounding do so too ({noise / _NOISE_FACTOR:.1e}), so the "
                     "model is ill-conditioned here: batch norm over two or three values, for example"
@@ -162,7 +142,7 @@ class StepComparison:
         if not difference or difference == float("inf"):
             return difference
         noise = self.max_weight_noise if kind == "weights" else self.noise(kind, name, expected, step)
-        noise = max(noise, self.rounding * _finite_largest(expected) / self.tolerance)
+        noise = max(noise, self.rounding * finite_largest(expected) / self.tolerance)
         return difference / noise if noise else float("inf")
 
     def _record_error(self, kind: str, name: str, error: float, step: int, where: str, why: str = "") -> None:
@@ -179,7 +159,7 @@ def _largest_of(kind: str, values: StepValues) -> float:
     """Return the largest magnitude of this kind of tensor; gradients of parameters and of inputs are one kind."""
     kinds = ("gradients", "input_gradients") if "gradients" in kind else (kind,)
     tensors = [x for kind in kinds for x in values[kind].values() if x.numel() and x.is_floating_point()]
-    return max((_finite_largest(x) for x in tensors), default=0.0)
+    return max((finite_largest(x) for x in tensors), default=0.0)
 
 
 @dataclass(frozen=True)

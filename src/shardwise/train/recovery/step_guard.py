@@ -117,10 +117,8 @@ class StepGuard:
 
     def _gather_anomalies(self, local_anomaly: StepAnomaly) -> list[StepAnomaly]:
         """Gather the anomalies of all ranks (all-gather)."""
-        return [
-            StepAnomaly(*numbers)
-            for numbers in self._world.all_gather_ints([local_anomaly.loss, local_anomaly.gradients, local_anomaly.parameter])
-        ]
+        numbers = self._world.all_gather_ints([local_anomaly.loss, local_anomaly.gradients, local_anomaly.parameter])
+        return [StepAnomaly(loss, gradients, parameter) for loss, gradients, parameter in numbers]
 
     def _locate_corruption(self, error: StateDiverged) -> str:
         """Return which tensor on which rank differs from its snapshot; every rank calls it. Raises `error` if that explains nothing."""
