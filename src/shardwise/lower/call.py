@@ -91,7 +91,7 @@ class OperatorCall:
     def emit(self, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Emit a call of the operator, or of its replacement, under the autocast with which it was traced."""
         op, low = self.op, self.lowering
-        if low.precision.linear_dtype and self.record.product == MatmulKind.LINEAR:
+        if low.precision.linear_dtype and self.record.product.kind == MatmulKind.LINEAR:
             target = self.scaled_kernel() or target
         if low.device.type == "cpu" and not op.autocast and is_run_as_product(op, low.graph.tensors, low.sharding):
             return self._as_product(*args[:3])

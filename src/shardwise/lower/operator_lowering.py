@@ -37,7 +37,7 @@ from shardwise.ops import is_random
 from shardwise.ops.attention import attention_mask_of, has_score_dropout, is_causal
 from shardwise.ops.experts import EXPERT
 from shardwise.ops.recurrent import HIDDEN_UNITS
-from shardwise.ops.vocabulary import CostKind, Extreme, LoweringKind, ViewKind
+from shardwise.ops.vocabulary import CostKind, LoweringKind, Reduction, ViewKind
 from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_shard
 from shardwise.world.attention_backend import scaled_dot_product_attention
 
@@ -302,7 +302,7 @@ def _lower_random(call: OperatorCall) -> fx.Node | None:
 
 def _force_dense_gradient(call: OperatorCall) -> None:
     """Force dense gradients: they are stored in dense buffers with others."""
-    at = call.record.sparse_at
+    at = call.record.product.sparse_at
     if at is not None and len(call.args) > at:
         call.args[at] = False
 
@@ -314,8 +314,8 @@ def _lower_by_kernel(call: OperatorCall) -> fx.Node | None:
     if "running" in kernels:
         return call.emit(bind_named(running_sum, *kernels["running"]), args, call.kwargs)
     if "extreme" in kernels:
-        return call.emit(bind_named(sharded_extreme, kernels["extreme"], call.record.extreme == Extreme.MAX), args, call.kwargs)
-    if call.record.is_lookup and "vocabulary" in kernels:
+        return call.emit(bind_named(sharded_extreme, kernels["extreme"], call.record.reduction == Reduction.MAX), args, call.kwargs)
+    if call.record.product.is_lookup and "vocabulary" in kernels:
         padding = args[2] if len(args) > 2 else -1
         return call.add_call(embedding, args[0], args[1], padding, call.shard_offset("vocabulary"))
     return None
@@ -331,7 +331,7 @@ def _lower_mean(call: OperatorCall) -> fx.Node | None:
 
 def _lower_bias_after_sum(call: OperatorCall) -> fx.Node | None:
     """Lower a reduction over ranks whose bias is added once, after it."""
-    position, args, axes = call.record.bias, call.args, call.contracted_axes()
+    position, args, axes = call.record.product.bias, call.args, call.contracted_axes()
     if position is None or len(args) <= position or args[position] is None or not axes:
         return None
     bias, args[position] = args[position], None
@@ -350,7 +350,7 @@ def _lower_bias_after_sum(call: OperatorCall) -> fx.Node | None:
 def _lower_view(call: OperatorCall) -> fx.Node | None:
     """Lower an operator with a shape argument, which becomes that of this rank's shard."""
     shapers = {ViewKind.RESHAPE: torch.ops.aten.reshape.default, ViewKind.EXPAND: torch.ops.aten.expand.default}
-    shaper = shapers.get(call.record.view_kind)
+    shaper = shapers.get(call.record.view.kind)
     ragged, value = call.lowering.graph.expert_rows, call.op.outputs[0]
     shape = [-1 if (value, dim) in ragged else size for dim, size in enumerate(call.local_shape)]
     return None if shaper is None else call.emit(shaper, [call.args[0], shape])

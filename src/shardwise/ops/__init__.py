@@ -55,7 +55,7 @@ NO_RECORD = Op("")
 def _build_records() -> dict[str, Op]:
     by_name: dict[str, Op] = {}
     for op in (op for family in FAMILIES for op in family.OPS):
-        for key in (f"{op.namespace}.{name}" for name in op.names.split()):
+        for key in (name if "." in name else f"aten.{name}" for name in op.names.split()):
             if key in by_name:
                 raise ValueError(f"{key} has two records")
             by_name[key] = op
@@ -138,13 +138,14 @@ def is_random(op: Operator) -> bool:
     record = record_of(op)
     if record is NO_RECORD:
         return creation.is_random_by_name(op.target.split(".")[1])
-    return record.is_random(op) if callable(record.is_random) else record.is_random
+    is_active = record.draw.is_active
+    return is_active(op) if callable(is_active) else is_active
 
 
 def is_identity(op: Operator) -> bool:
     """Return whether a call returns its input unchanged: dropout that drops nothing."""
-    record = record_of(op)
-    return record.is_identity is not None and record.is_identity(op)
+    tests_identity = record_of(op).draw.is_identity
+    return tests_identity is not None and tests_identity(op)
 
 
 def writes_in_place(op: Operator) -> bool:
