@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.lower.groups import inner_group_name, outer_group_name
 from shardwise.lower.kernels.halo import WindowShard, apply_windows
 from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.sample_positions import DrawnShard
 from shardwise.lower.kernels.scaled import scaled_linear, supports_scaled_product
 from shardwise.lower.kernels.statistics import StatisticsGroups
-from shardwise.lower.lowering import Lowering, Nodes, bind_named, torch_operator
+from shardwise.lower.lowering import Lowering, Nodes, bind_named, inner_group_name, outer_group_name, torch_operator
 from shardwise.model.batch.random_draws import drawn_shape
 from shardwise.model.graph import Arg, Operator, Ref, Word
 from shardwise.model.graph import Tensor as Spec

@@ -7,7 +7,7 @@ from math import prod
 
 from shardwise.ops.operator import Operator, Ref
 from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, Product, RuleOfTensors, Shape, Tensors, WeightGradient
-from shardwise.ops.rule import BLOCKED, Rule, restrict_rule, shardable_labels
+from shardwise.ops.rule import BLOCKED, Rule, broadcast_labels, restrict_rule, shardable_labels
 from shardwise.ops.vocabulary import CostKind, MatmulKind
 
 
@@ -49,9 +49,7 @@ def _masked_put_rule(op: Operator, tensors: Tensors) -> Rule | None:
     if ins[1] != full[:lead] or len(value) > len(full) - lead:
         return None
     labels = shardable_labels(full)
-    extra = len(full) - len(value)
-    last = tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(value))
-    return Rule((labels, labels[:lead], last), (labels,))
+    return Rule((labels, labels[:lead], broadcast_labels(labels, full, value)), (labels,))
 
 
 def _bucket_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from shardwise.ops.operator import Operator, Ref, Tensor
 from shardwise.ops.pointwise import elementwise_rule_of_shapes
 from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, RuleOfShapes, Shape
-from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.rule import BLOCKED, Rule, broadcast_labels, shardable_labels
 from shardwise.ops.saved_tensors import Saved, integer_inputs
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind, Reduction
 
@@ -24,14 +24,10 @@ def _element_loss_rule(position: int) -> RuleOfShapes:
         reduction = _reduction_of(op, position)
         if outs[0] or reduction == 0:
             return elementwise_rule_of_shapes(ins, outs)
-        rank = max(len(s) for s in ins)
-        full = next(s for s in ins if len(s) == rank)
-        labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(full))
-        rows = []
-        for s in ins:
-            extra = rank - len(s)
-            rows.append(tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(s)))
-        return Rule(tuple(rows), ((),), {x: "average" for x in labels if x} if reduction == 1 else {})
+        full = max(ins, key=len)
+        labels = shardable_labels(full)
+        rows = tuple(broadcast_labels(labels, full, s) for s in ins)
+        return Rule(rows, ((),), {x: "average" for x in labels if x} if reduction == 1 else {})
 
     return rule
 

@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from shardwise.ops.operator import Operator, Ref
 from shardwise.ops.record import ALIASES_GRADIENT, SAVES_INTEGERS, Backward, Op, Output, Shape, View
-from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.rule import Rule, broadcast_labels, shardable_labels
 from shardwise.ops.saved_tensors import first_output, integer_inputs, product_operands, quotient_operands
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, LoweringKind, MaskPredicate, ViewKind
 
@@ -18,13 +18,8 @@ def elementwise_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def elementwise_rule_of_shapes(ins: list[Shape], outs: list[Shape]) -> Rule:
     """Return the rule of any elementwise operator at these shapes."""
-    rank = len(outs[0])
-    out = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0]))
-    rows = []
-    for shape in ins:
-        extra = rank - len(shape)
-        rows.append(tuple(out[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape)))
-    return Rule(tuple(rows), tuple(out for _ in outs))
+    out = shardable_labels(outs[0])
+    return Rule(tuple(broadcast_labels(out, outs[0], shape) for shape in ins), tuple(out for _ in outs))
 
 
 def _cast_like_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:

@@ -6,7 +6,7 @@ from math import prod
 
 from shardwise.ops.operator import Operator
 from shardwise.ops.record import Backward, Op, Product, Shape, Tensors, WeightGradient
-from shardwise.ops.rule import BLOCKED, Labels, Rule, shardable_labels
+from shardwise.ops.rule import BLOCKED, Labels, Rule, broadcast_labels, shardable_labels
 from shardwise.ops.saved_tensors import added_product_operands, listed_operands, product_operands
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Linearity, MatmulKind, Reduction
 
@@ -42,9 +42,7 @@ def _matmul_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
     def row(shape: Shape, last: tuple[str, ...]) -> Labels:
         lead, tail = shape[: len(shape) - len(last)], shape[len(shape) - len(last) :]
-        extra = rank - len(lead)
-        stacked = [batch[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(lead)]
-        return (*stacked, *(x if n > 1 else BLOCKED for x, n in zip(last, tail, strict=True)))
+        return (*broadcast_labels(batch, outs[0][:rank], lead), *(x if n > 1 else BLOCKED for x, n in zip(last, tail, strict=True)))
 
     out = (*batch, *(x if n > 1 else BLOCKED for x, n in zip(ends, outs[0][rank:], strict=True)))
     return Rule((row(ins[0], firsts), row(ins[1], seconds)), (out,))

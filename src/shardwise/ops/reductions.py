@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.ops.operator import Operator
 from shardwise.ops.pointwise import elementwise_rule_of_shapes
 from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, Output, RuleOfShapes, RuleOfTensors, Shape, Tensors, View
-from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.rule import BLOCKED, Rule, shardable_labels
 from shardwise.ops.saved_tensors import (
     chosen_indices,
     first_output,
@@ -89,7 +89,7 @@ def _running_sum_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule
     dims = reduced_dims(op, 1, len(ins[0]))
     if dims is None:
         return None
-    labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    labels = shardable_labels(ins[0])
     return Rule((labels,), (labels,), {labels[i]: "running" for i in dims if labels[i]})
 
 

@@ -7,12 +7,10 @@ from itertools import accumulate
 from math import prod
 
 from shardwise.ops.operator import Operator
-from shardwise.ops.record import ALIASES_GRADIENT, SAVES_INTEGERS, Backward, Op, Output, View
-from shardwise.ops.rule import BLOCKED, FusedLabel, LabelRanges, Labels, Rule, leading_labels, shardable_labels
+from shardwise.ops.record import ALIASES_GRADIENT, SAVES_INTEGERS, Backward, Op, Output, Shape, View
+from shardwise.ops.rule import BLOCKED, FusedLabel, LabelRanges, Labels, Rule, broadcast_labels, leading_labels, shardable_labels
 from shardwise.ops.saved_tensors import integer_inputs
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, LoweringKind, ViewKind
-
-Shape = tuple[int, ...]
 
 
 def _reshape_groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
@@ -88,34 +86,21 @@ def _movedim_order(op: Operator, rank: int) -> list[int]:
 
 
 def _expand_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    extra = len(outs[0]) - len(ins[0])
-    out = [f"d{i}" if size > 1 else BLOCKED for i, size in enumerate(outs[0])]
-    source = tuple(out[i + extra] if ins[0][i] == outs[0][i + extra] else BLOCKED for i in range(len(ins[0])))
-    return Rule((source, *([None] * (len(ins) - 1))), (tuple(out),))
+    out = shardable_labels(outs[0])
+    return Rule((broadcast_labels(out, outs[0], ins[0]), *([None] * (len(ins) - 1))), (out,))
 
 
 def _slice_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim_argument(op, 1, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    if ins[0][dim] != outs[0][dim]:
-        labels[dim] = BLOCKED
-    return Rule((tuple(labels),), (tuple(labels),))
-
-
-def _select_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    dim = _dim_argument(op, 1, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    labels[dim] = BLOCKED
-    return Rule((tuple(labels),), (tuple(labels[:dim] + labels[dim + 1 :]),))
+    labels = shardable_labels(ins[0], (dim,) if ins[0][dim] != outs[0][dim] else ())
+    return Rule((labels,), (labels,))
 
 
 def _slice_scatter_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     """Return the rule of slice_scatter and select_scatter: args (x, source, dim, ...)."""
     dim = _dim_argument(op, 2, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    labels[dim] = BLOCKED
-    source = tuple(labels) if len(ins[1]) == len(ins[0]) else tuple(labels[:dim] + labels[dim + 1 :])
-    return Rule((tuple(labels), source), (tuple(labels),))
+    labels = shardable_labels(ins[0], (dim,))
+    return Rule((labels, labels if len(ins[1]) == len(ins[0]) else labels[:dim] + labels[dim + 1 :]), (labels,))
 
 
 def _cat_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -126,8 +111,8 @@ def _cat_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def _stack_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim_argument(op, 1, 0, len(outs[0]))
-    labels = list(shardable_labels(ins[0]))
-    return Rule(tuple(tuple(labels) for _ in ins), ((*labels[:dim], BLOCKED, *labels[dim:]),))
+    labels = shardable_labels(ins[0])
+    return Rule(tuple(labels for _ in ins), ((*labels[:dim], BLOCKED, *labels[dim:]),))
 
 
 def _split_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -136,11 +121,11 @@ def _split_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule((labels,), tuple(labels for _ in outs))
 
 
-def _unbind_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+def _select_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Return the rule of `select`, and of `unbind`, which selects each entry of a dimension."""
     dim = _dim_argument(op, 1, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    labels[dim] = BLOCKED
-    return Rule((tuple(labels),), tuple(tuple(labels[:dim] + labels[dim + 1 :]) for _ in outs))
+    labels = shardable_labels(ins[0], (dim,))
+    return Rule((labels,), tuple(labels[:dim] + labels[dim + 1 :] for _ in outs))
 
 
 def _repeat_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -286,12 +271,11 @@ OPS = (
         view=View(ViewKind.SLICE, mixes_positions=True), lowering=LoweringKind.SLICE,
     ),
     Op("narrow_copy", _slice_rule, linear=Linearity.JOINT),
-    Op("select", _select_rule, along=_select_labels, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.SLICE)),
+    Op("select unbind", _select_rule, along=_select_labels, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.SLICE)),
     Op(
         "split split_with_sizes chunk tensor_split", _split_rule, along=_split_labels, linear=Linearity.JOINT, kind=CostKind.VIEW,
         view=View(ViewKind.SLICE), lowering=LoweringKind.SLICE,
     ),
-    Op("unbind", _unbind_rule, along=_select_labels, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.SLICE)),
     Op("slice_scatter select_scatter", _slice_scatter_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS, lowering=LoweringKind.SCATTER),
     Op(
         "cat concat concatenate", _cat_rule, linear=Linearity.JOINT, view=View(mixes_positions=True, concatenates=True),

@@ -57,6 +57,12 @@ def per_dim_ints(op: Operator, position: int, dims: int, default: int = 0) -> tu
     return tuple(int(n) for n in values) * (dims if len(values) == 1 else 1)
 
 
+def _windows_by_label(make: type[SlidingWindow | TransposedWindow], kernel: Shape, *others: Shape) -> Mapping[str, Window]:
+    """Return windows of a kernel and its stride, dilation and padding, by label."""
+    rows = zip(_spatial_labels(len(kernel)), kernel, *others, strict=True)
+    return {label: make(size, stride, dilation, before) for label, size, stride, dilation, before in rows}
+
+
 def _convolution_windows(dims: int) -> Windows:
     """Return windows of a convolution: (x, weight, bias, stride, padding, dilation, groups); padding may be "same" or "valid"."""
 
@@ -68,8 +74,7 @@ def _convolution_windows(dims: int) -> Windows:
             return {}
         before = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)) if word == "same" else (0,) * dims
         before = before if isinstance(word, str) else per_dim_ints(op, 4, dims) or before
-        rows = zip(_spatial_labels(dims), kernel, stride, dilation, before, strict=True)
-        return {label: SlidingWindow(*window) for label, *window in rows}
+        return _windows_by_label(SlidingWindow, kernel, stride, dilation, before)
 
     return Windows(of, padding=4)
 
@@ -78,11 +83,10 @@ def _transposed_windows(dims: int) -> Windows:
     """Return windows of a transposed convolution: (x, weight, bias, stride, padding, output padding, groups, dilation)."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
-        options = [per_dim_ints(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
-        if None in options or len(tensors[op.inputs[0]].shape) != dims + 2:
+        stride, dilation, before = per_dim_ints(op, 3, dims, 1), per_dim_ints(op, 7, dims, 1), per_dim_ints(op, 4, dims)
+        if stride is None or dilation is None or before is None or len(tensors[op.inputs[0]].shape) != dims + 2:
             return {}
-        rows = zip(_spatial_labels(dims), tensors[op.inputs[1]].shape[2:], *(f for f in options if f is not None), strict=True)
-        return {label: TransposedWindow(*window) for label, *window in rows}
+        return _windows_by_label(TransposedWindow, tensors[op.inputs[1]].shape[2:], stride, dilation, before)
 
     return Windows(of, padding=4)
 
@@ -99,9 +103,7 @@ def _pool_windows(dims: int, average: bool) -> Windows:
             return {}
         if len(tensors[op.inputs[0]].shape) != dims + 2 or (average and len(op.args) > ceil and op.args[ceil]):
             return {}
-        return {
-            label: SlidingWindow(*window) for label, *window in zip(_spatial_labels(dims), kernel, stride, dilation, before, strict=True)
-        }
+        return _windows_by_label(SlidingWindow, kernel, stride, dilation, before)
 
     if average:
         return Windows(of, padding=3, counts_padding_at=5, tap_cost=MEAN_TAP_COST)

@@ -19,9 +19,19 @@ from torch import Tensor
 from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.ring import Ranges, Ring, ring_attention
 from shardwise.lower.kernels.sample_positions import DrawnShard
-from shardwise.lower.kernels.shared_heads import shared_heads
 from shardwise.plan.ir.placement import Range, even_shard_ranges
 from shardwise.world.comm.group import Group
+
+
+def shared_heads(x: Tensor, first: int, count: int, num_query_heads: int) -> Tensor:
+    """Return, of keys or values [..., heads, positions, width], those that query heads `first` to `first + count` of `of` read: each once
+    where equally many queries read it, else one per query head."""
+    group_size = num_query_heads // x.shape[-3]
+    heads = [(first + i) // group_size for i in range(count)]
+    num_heads = heads[-1] + 1 - heads[0]
+    if heads == [heads[0] + i * num_heads // count for i in range(count)]:
+        return x.narrow(-3, heads[0], num_heads)
+    return x.index_select(-3, torch.tensor(heads, device=x.device))
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ def ulysses_ring_attention(exchange: HeadExchange, q: Tensor, k: Tensor, v: Tens
         [_num_positions(item) for item in exchange.queries],
         [_num_positions(item) for item in exchange.keys],
     )
-    read = [[q.narrow(-3, *head_range), *(shared_heads(x, *head_range, q.shape[-3]) for x in (k, v))] for head_range in heads]
+    read = [[q.narrow(-3, first, n), *(shared_heads(x, first, n, q.shape[-3]) for x in (k, v))] for first, n in heads]
     shapes = [
         [(*x.shape[:-2], length, x.shape[-1]) for x, length in zip(read[own_index], (a, b, b), strict=True)]
         for a, b in zip(rows, columns, strict=True)

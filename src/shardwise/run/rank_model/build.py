@@ -21,10 +21,9 @@ from shardwise.capture.initialization import DeferredInit, fake_copy, loss_of, m
 from shardwise.capture.modes import Modes, in_modes, training_modes
 from shardwise.capture.unsupported_models import refuse_hooks, refuse_scripts
 from shardwise.errors import Infeasible, LayoutError, ModelError
-from shardwise.lower.groups import groups_of
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import Lowering, layer_of, lower
-from shardwise.lower.pending_constants import PendingConstants
+from shardwise.lower.lowering import PendingConstants, groups_of
 from shardwise.model.batch.random_draws import SampleFold, find_sample_folds
 from shardwise.model.batch.samples import check_samples
 from shardwise.model.batch.summable_loss import SummableLossGraph

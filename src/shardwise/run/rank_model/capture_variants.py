@@ -21,10 +21,9 @@ from torch import Tensor
 from shardwise.capture.capture import Loss
 from shardwise.capture.modes import Modes
 from shardwise.errors import Infeasible, ModelError
-from shardwise.lower.groups import groups_of
 from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.local import Lowering, lower
-from shardwise.lower.lowering import LocalGradientReduction
+from shardwise.lower.lowering import LocalGradientReduction, groups_of
 from shardwise.model.batch.samples import check_samples
 from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph
