@@ -18,14 +18,13 @@ from torch import Tensor, fx
 from shardwise.capture.autograd_functions import FUNCTION_BASE, call_of, check_sharded_function
 from shardwise.lower.call import OperatorCall
 from shardwise.lower.float64_mode import Float64Casts, compute_in_float64
-from shardwise.lower.kernels.buffer_writes import batch_norm, instance_norm, write_buffer
 from shardwise.lower.kernels.expert_dispatch import combine_from_ranks, dispatch_to_ranks, expert_matmul
 from shardwise.lower.kernels.paged import paged_attention
 from shardwise.lower.kernels.randomness import attention, draw_random, dropout
 from shardwise.lower.kernels.recurrent import recurrent_cell, recurrent_layers
 from shardwise.lower.kernels.ring import Ring, causal_mask_at, local_causal_ring, ring_attention
 from shardwise.lower.kernels.sharded_dims import masked_scatter, running_sum, sharded_extreme
-from shardwise.lower.kernels.statistics import group_norm
+from shardwise.lower.kernels.statistics import batch_norm, group_norm, instance_norm, write_buffer
 from shardwise.lower.kernels.ulysses_ring import head_exchange_of, shared_heads, ulysses_ring_attention
 from shardwise.lower.kernels.vocabulary import cross_entropy, embedding, nll
 from shardwise.lower.lowering import bind_named

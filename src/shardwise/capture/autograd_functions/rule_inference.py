@@ -20,8 +20,7 @@ from shardwise.capture.autograd_functions.trace import JointGraph
 from shardwise.model.dims.labels import dims_by_label
 from shardwise.model.graph import Operator, Ref, Tensor
 from shardwise.model.union_find import UnionFind
-from shardwise.ops import Op, is_elementwise, is_random, record_of, rule_of
-from shardwise.ops.linearity import jointly_linear_in
+from shardwise.ops import Op, is_elementwise, is_random, jointly_linear_in, record_of, rule_of
 from shardwise.ops.rule import BLOCKED, Labels, Rule
 from shardwise.ops.vocabulary import Linearity, ViewKind
 

@@ -18,7 +18,23 @@ from torch import Tensor
 from shardwise.lower.kernels import random_operators
 from shardwise.lower.kernels.random_stream import DropoutDraw, Key, apply_dropout, key_of
 from shardwise.lower.kernels.sample_positions import DrawnShard, ElementBox, MicrobatchSamples
-from shardwise.lower.kernels.statistics import DeferredBufferWrites
+
+
+@dataclass(slots=True)
+class DeferredBufferWrites:
+    """Updates of one buffer by the microbatches of a step, written after the step.
+
+    `statistics`: by microbatch, (momentum, value) of each update of a moving average. `writes`: by microbatch, writes independent of the
+    batch (counts), the same in each microbatch.
+    """
+
+    statistics: dict[int, list[tuple[float, Tensor]]] = field(default_factory=dict)
+    writes: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Discard a step's updates."""
+        self.statistics.clear()
+        self.writes.clear()
 
 
 @dataclass

@@ -95,11 +95,8 @@ def ulysses_ring_attention(exchange: HeadExchange, q: Tensor, k: Tensor, v: Tens
         with torch.autocast(q.device.type, enabled=False):
             return ulysses_ring_attention(exchange, q.to(autocast_dtype), k.to(autocast_dtype), v.to(autocast_dtype), mask)
     heads = [(start, stop - start) for start, stop in even_shard_ranges(q.shape[-3], exchange.group.size)]
-    own_index, rows, columns = (
-        exchange.group.index,
-        [_num_positions(item) for item in exchange.queries],
-        [_num_positions(item) for item in exchange.keys],
-    )
+    own_index = exchange.group.index
+    rows, columns = ([_num_positions(item) for item in at] for at in (exchange.queries, exchange.keys))
     read = [[q.narrow(-3, first, n), *(shared_heads(x, first, n, q.shape[-3]) for x in (k, v))] for first, n in heads]
     shapes = [
         [(*x.shape[:-2], length, x.shape[-1]) for x, length in zip(read[own_index], (a, b, b), strict=True)]
@@ -122,12 +119,9 @@ def _mask_of_heads(exchange: HeadExchange, mask: Tensor, heads: list[tuple[int, 
     if not exchange.has_mask_rows:
         return own_part
     shapes = [[(*own_part.shape[:-2], _num_positions(at), own_part.shape[-1])] for at in exchange.queries]
-    if mask.dtype is not torch.bool:
-        return _sort_positions(
-            [item for (item,) in _exchange_tensors(exchange.group, [[part] for part in parts], shapes)], exchange.queries
-        )
-    received = _exchange_tensors(exchange.group, [[part.to(torch.uint8)] for part in parts], shapes)
-    return _sort_positions([item for (item,) in received], exchange.queries).to(torch.bool)
+    sent_dtype = torch.uint8 if mask.dtype is torch.bool else mask.dtype
+    received = _exchange_tensors(exchange.group, [[part.to(sent_dtype)] for part in parts], shapes)
+    return _sort_positions([item for (item,) in received], exchange.queries).to(mask.dtype)
 
 
 def _num_positions(at: Ranges) -> int:

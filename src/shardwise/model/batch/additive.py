@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.model.graph import Graph, Operator, uses_batch_statistics, writes_buffer, written_buffers
-from shardwise.ops import Rule, is_random, record_of
-from shardwise.ops.linearity import is_sum, jointly_linear_in, separately_linear_in
+from shardwise.ops import Rule, is_random, is_sum, jointly_linear_in, record_of, separately_linear_in
 from shardwise.ops.rule import SAMPLE_MIXING
 from shardwise.ops.vocabulary import ViewKind
 from shardwise.plan.ir.placement import P, Placement, R, Shard, is_shard

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.model.batch.additive import BatchAdditivity
 from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
 from shardwise.model.stages.stages import Stage, split
-from shardwise.ops import is_elementwise, record_of
-from shardwise.ops.linearity import is_sum, jointly_linear_in
+from shardwise.ops import is_elementwise, is_sum, jointly_linear_in, record_of
 from shardwise.ops.vocabulary import Linearity, Reduction
 from shardwise.plan.ir.placement import P
 

@@ -15,10 +15,9 @@ from shardwise.model.graph import Graph, Operator, Ref, writes_buffer
 from shardwise.model.sharding.axis_values import AxisValues, FixedShards, OtherAxes
 from shardwise.model.sharding.sharding import Prices, transfer_s
 from shardwise.model.work import operator_bytes, operator_flops
-from shardwise.ops import Rule, is_random, record_of, windows_of
+from shardwise.ops import Rule, is_random, partial_placements, reads_partial, record_of, windows_of
 from shardwise.ops.attention import heads_label, is_fused_attention
 from shardwise.ops.experts import EXPERT, num_experts
-from shardwise.ops.linearity import partial_placements, reads_partial
 from shardwise.ops.recurrent import HIDDEN_UNITS, gathered_steps
 from shardwise.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
 from shardwise.ops.vocabulary import LoweringKind, ViewKind

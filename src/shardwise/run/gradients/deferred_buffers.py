@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import Infeasible
-from shardwise.lower.kernels.statistics import DeferredBufferWrites
+from shardwise.lower.kernels.randomness import DeferredBufferWrites
 from shardwise.model.graph import Operator, writes_buffer, written_buffers
 from shardwise.model.stages.stages import Stage
 from shardwise.ops import record_of
