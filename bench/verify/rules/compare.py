@@ -78,7 +78,7 @@ def _covers(cut: Cut, offer: tuple[tuple[str | None, ...], tuple[str, ...]]) -> 
 
 def _adds_a_bias(case: pieces.Case, rule: Rule, label: str) -> bool:
     """Whether summands come with a bias, which shardwise adds once: the operator on pieces would add it on every rank."""
-    return record_of(case.op).bias is not None and all(label not in labels for labels in rule.outputs)
+    return record_of(case.op).product.bias is not None and all(label not in labels for labels in rule.outputs)
 
 
 def _in_order(call: Call, case: pieces.Case, words: Sequence[str]) -> list[str]:

@@ -312,7 +312,7 @@ class _Functionalizer:
             lengths = [self.tensors[v].shape[dim] for v in view.op.outputs]
             start = sum(lengths[: view.output])
             return "aten.slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
-        if record_of(view.op).view_kind == ViewKind.RESHAPE:
+        if record_of(view.op).view.kind == ViewKind.RESHAPE:
             return "aten.reshape.default", (value, shape)
         if name in _RETURN_INPUT and self.tensors[target] == self.tensors[view.base]:
             return "aten.alias.default", (value,)

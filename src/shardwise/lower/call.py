@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.lower.groups import inner_group_name, outer_group_name
 from shardwise.lower.kernels.halo import WindowShard, apply_windows
 from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.sample_positions import DrawnShard
 from shardwise.lower.kernels.scaled import scaled_linear, supports_scaled_product
 from shardwise.lower.kernels.statistics import StatisticsGroups
-from shardwise.lower.lowering import Lowering, Nodes, bind_named, torch_operator
+from shardwise.lower.lowering import Lowering, Nodes, bind_named, inner_group_name, outer_group_name, torch_operator
 from shardwise.model.batch.random_draws import drawn_shape
 from shardwise.model.graph import Arg, Operator, Ref, Word
 from shardwise.model.graph import Tensor as Spec
@@ -91,7 +90,7 @@ class OperatorCall:
     def emit(self, target: Callable[..., Any], args: list[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """Emit a call of the operator, or of its replacement, under the autocast with which it was traced."""
         op, low = self.op, self.lowering
-        if low.precision.linear_dtype and self.record.product == MatmulKind.LINEAR:
+        if low.precision.linear_dtype and self.record.product.kind == MatmulKind.LINEAR:
             target = self.scaled_kernel() or target
         if low.device.type == "cpu" and not op.autocast and is_run_as_product(op, low.graph.tensors, low.sharding):
             return self._as_product(*args[:3])

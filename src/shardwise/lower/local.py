@@ -15,9 +15,8 @@ from torch import Tensor, fx
 
 from shardwise.errors import LayoutError
 from shardwise.lower.call import OperatorCall
-from shardwise.lower.lowering import Lowering, Nodes, Variant, bind_named
+from shardwise.lower.lowering import Lowering, Nodes, Variant, bind_named, wait_for_constant
 from shardwise.lower.operator_lowering import lower_operator
-from shardwise.lower.pending_constants import wait_for_constant
 from shardwise.lower.redistribute import scale_gradient
 from shardwise.lower.regions import BranchTransfer, exchange_region_values, group_by_region
 from shardwise.model.gradients import values_needing_gradient

@@ -1,7 +1,7 @@
 """Context of lowering: sharding, groups and options shared by all stages, and the `torch.fx` graph under construction.
 
 `Lowering` also determines in which placements values are sent between stages; `bind_named` turns a function with arguments into a node
-target.
+target; `groups_of` names the groups of a stage: one per sharded axis, and inner and outer ones of an axis whose ranks exchange heads.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.kernels.randomness import DrawState
-from shardwise.lower.pending_constants import PendingConstants
 from shardwise.lower.redistribute import redistribute
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.graph import Graph
-from shardwise.model.sharding.sharding import Sharding
+from shardwise.model.sharding.sharding import Sharding, num_exchanging_ranks
 from shardwise.model.strides.autocast_dtypes import apply_autocast
 from shardwise.ops import is_random
 from shardwise.plan.ir.axis import axis_of
+from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, Placement, R, across_stages, shard
 from shardwise.plan.ir.precision import PRECISIONS, Precision
-from shardwise.world.world import Group
+from shardwise.world.world import Group, World
 
 Variant = tuple[Placement, ...]  # a value's placement along every axis, in the order of `Lowering.axes`
 
@@ -37,6 +37,19 @@ class LocalGradientReduction:
 
     reduced_axes: tuple[str, ...] = ()
     share: float = 1.0
+
+
+@dataclass
+class PendingConstants:
+    """The pending wait for constants still in flight when a stage begins; nothing once they have arrived."""
+
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Wait for the constants."""
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
 
 
 @dataclass(frozen=True)
@@ -160,3 +173,34 @@ def bind_named(function: Callable[..., Any], *first: Any, **named: Any) -> Calla
     bound.__name__ = bound.__qualname__ = function.__name__.lstrip("_")
     bound.__module__ = function.__module__
     return bound
+
+
+def wait_for_constant(arrival: PendingConstants, x: Tensor) -> Tensor:
+    """Return `x` after the wait, where it is first read."""
+    arrival.wait()
+    return x
+
+
+def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dict[str, Group]:
+    """Return this rank's group of each axis by name; also those that `inner_group_name` and `outer_group_name` name."""
+    groups = {}
+    for axis in sharding.sizes:
+        ranks = mesh.group(world.rank, axis)
+        groups[axis], at = world.group(ranks), ranks.index(world.rank)
+        rows = graph.fused_dims.rules
+        reading = (op for op in graph.operators if op.inputs)
+        counts = {num_exchanging_ranks(sharding, op, rows[op.name], axis, graph.tensors[op.inputs[0]].shape) for op in reading}
+        for n in counts - {1}:
+            groups[inner_group_name(axis, n)] = world.group(ranks[at - at % n : at - at % n + n])
+            groups[outer_group_name(axis, n)] = world.group(ranks[at % n :: n])
+    return groups
+
+
+def inner_group_name(axis: str, n: int) -> str:
+    """Return the name of the inner group: n adjacent ranks of an axis."""
+    return f"{n} of {axis}"
+
+
+def outer_group_name(axis: str, n: int) -> str:
+    """Return the name of the outer group: ranks with equal index within their inner group of size n."""
+    return f"{axis} by {n}"

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardwise.capture.autograd_functions import check_sharded_function
+from shardwise.capture.autograd_functions import FUNCTION_BASE, call_of, check_sharded_function
 from shardwise.lower.call import OperatorCall
-from shardwise.lower.kernels.buffer_writes import batch_norm, instance_norm, write_buffer
-from shardwise.lower.kernels.causal_mask import causal_mask_at
+from shardwise.lower.float64_mode import Float64Casts, compute_in_float64
 from shardwise.lower.kernels.expert_dispatch import combine_from_ranks, dispatch_to_ranks, expert_matmul
-from shardwise.lower.kernels.extremes import sharded_extreme
-from shardwise.lower.kernels.masked_scatter import masked_scatter
 from shardwise.lower.kernels.paged import paged_attention
 from shardwise.lower.kernels.randomness import attention, draw_random, dropout
 from shardwise.lower.kernels.recurrent import recurrent_cell, recurrent_layers
-from shardwise.lower.kernels.ring import Ring, local_causal_ring, ring_attention
-from shardwise.lower.kernels.running_sum import running_sum
-from shardwise.lower.kernels.shared_heads import shared_heads
-from shardwise.lower.kernels.statistics import group_norm
-from shardwise.lower.kernels.ulysses_ring import head_exchange_of, ulysses_ring_attention
-from shardwise.lower.kernels.user_functions import wrap_user_function
+from shardwise.lower.kernels.ring import Ring, causal_mask_at, local_causal_ring, ring_attention
+from shardwise.lower.kernels.sharded_dims import masked_scatter, running_sum, sharded_extreme
+from shardwise.lower.kernels.statistics import batch_norm, group_norm, instance_norm, write_buffer
+from shardwise.lower.kernels.ulysses_ring import head_exchange_of, shared_heads, ulysses_ring_attention
 from shardwise.lower.kernels.vocabulary import cross_entropy, embedding, nll
 from shardwise.lower.lowering import bind_named
 from shardwise.model.graph import Function
@@ -37,7 +33,7 @@ from shardwise.ops import is_random
 from shardwise.ops.attention import attention_mask_of, has_score_dropout, is_causal
 from shardwise.ops.experts import EXPERT
 from shardwise.ops.recurrent import HIDDEN_UNITS
-from shardwise.ops.vocabulary import CostKind, Extreme, LoweringKind, ViewKind
+from shardwise.ops.vocabulary import CostKind, LoweringKind, Reduction, ViewKind
 from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_shard
 from shardwise.world.attention_backend import scaled_dot_product_attention
 
@@ -77,10 +73,50 @@ def _lower_user_function(call: OperatorCall, captured: Function) -> fx.Node:
     if cuts and key not in low.tried_functions:
         check_sharded_function(captured, specs, cuts, op.site)
         low.tried_functions.add(key)
-    target = wrap_user_function(captured, low.device, prod(call.sample_share(axis) for axis in call.mean_axes()))
+    target = _wrap_user_function(captured, low.device, prod(call.sample_share(axis) for axis in call.mean_axes()))
     if captured.is_random:
         target = bind_named(draw_random, target, low.draw_state, call.draw_site())
     return call.emit(target, call.args[1:])
+
+
+def _wrap_user_function(captured: Function, device: torch.device, scale: float = 1.0) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a callable of the function's tensors. `device`: replaces device arguments; `scale`: of its output, if that is a mean over a
+    sharded label."""
+    call = call_of(captured)
+
+    def localized(a: object) -> object:
+        return device if isinstance(a, torch.device) else torch.float64 if captured.is_float64 and a is torch.float32 else a
+
+    call = replace(call, arguments=tuple(map(localized, call.arguments)), keywords=tuple((k, localized(a)) for k, a in call.keywords))
+    cls = _float64_class(captured.cls) if captured.is_float64 else captured.cls
+
+    def called(*tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = call.arguments_with(tensors)
+        out = cls.apply(*args, **kwargs)
+        outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+        return tuple(y * scale for y in outputs) if scale != 1.0 else tuple(outputs)
+
+    called.__name__ = called.__qualname__ = "function"
+    called.__module__ = __name__
+    return called
+
+
+@cache
+def _float64_class(cls: Any) -> Any:
+    """Return the class with its code in float64."""
+
+    def under(name: str, code: Callable[..., Any]) -> Any:
+        def wide(*args: Any, **kwargs: Any) -> Any:
+            # As in the serial run, where torch function modes do not apply to code called by autograd.
+            with Float64Casts() if name in ("backward", "vjp") else compute_in_float64(True):  # type: ignore[no-untyped-call]  # untyped in torch
+                return code(*args, **kwargs)
+
+        return staticmethod(wide)
+
+    methods = {name: getattr(cls, name) for name in ("forward", "backward", "vjp", "setup_context")}
+    return type(
+        cls.__name__, (cls,), {name: under(name, code) for name, code in methods.items() if code is not getattr(FUNCTION_BASE, name)}
+    )
 
 
 def _lower_dropout(call: OperatorCall) -> fx.Node:
@@ -98,7 +134,8 @@ def _lower_attention(call: OperatorCall) -> fx.Node | None:
     if low.pages is not None:
         return call.emit(bind_named(paged_attention, low.pages, call.op.site, call.kwargs.get("scale")), args[:3])
     if (round_ := call.ring_groups()) is not None:
-        return _lower_ring_attention(call, Ring(*round_, is_causal(call.op), call.kwargs.get("scale")))
+        group, queries, keys = round_
+        return _lower_ring_attention(call, Ring(group, queries, keys, is_causal(call.op), call.kwargs.get("scale")))
     target = bind_named(scaled_dot_product_attention, call.torch_operator) if low.device.type == "cpu" else call.torch_operator
     at = call.query_positions() if is_causal(call.op) else None
     if has_score_dropout(call.op):
@@ -121,7 +158,9 @@ def _lower_ring_attention(call: OperatorCall, ring: Ring) -> fx.Node:
     mask = call.args[3] if len(call.args) > 3 else call.kwargs.get("attn_mask")
     if (groups := call.ulysses_groups()) is not None:
         rows = (value := attention_mask_of(call.op)) is not None and call.lowering.graph.tensors[value].shape[-2] > 1
-        return call.emit(bind_named(ulysses_ring_attention, head_exchange_of(*groups, ring, rows)), [*call.args[:3], mask])
+        inner_group, outer_group = groups
+        exchange = head_exchange_of(inner_group, outer_group, ring, rows)
+        return call.emit(bind_named(ulysses_ring_attention, exchange), [*call.args[:3], mask])
     return call.emit(bind_named(ring_attention, ring), [*call.args[:3], mask])
 
 
@@ -302,7 +341,7 @@ def _lower_random(call: OperatorCall) -> fx.Node | None:
 
 def _force_dense_gradient(call: OperatorCall) -> None:
     """Force dense gradients: they are stored in dense buffers with others."""
-    at = call.record.sparse_at
+    at = call.record.product.sparse_at
     if at is not None and len(call.args) > at:
         call.args[at] = False
 
@@ -314,8 +353,8 @@ def _lower_by_kernel(call: OperatorCall) -> fx.Node | None:
     if "running" in kernels:
         return call.emit(bind_named(running_sum, *kernels["running"]), args, call.kwargs)
     if "extreme" in kernels:
-        return call.emit(bind_named(sharded_extreme, kernels["extreme"], call.record.extreme == Extreme.MAX), args, call.kwargs)
-    if call.record.is_lookup and "vocabulary" in kernels:
+        return call.emit(bind_named(sharded_extreme, kernels["extreme"], call.record.reduction == Reduction.MAX), args, call.kwargs)
+    if call.record.product.is_lookup and "vocabulary" in kernels:
         padding = args[2] if len(args) > 2 else -1
         return call.add_call(embedding, args[0], args[1], padding, call.shard_offset("vocabulary"))
     return None
@@ -331,7 +370,7 @@ def _lower_mean(call: OperatorCall) -> fx.Node | None:
 
 def _lower_bias_after_sum(call: OperatorCall) -> fx.Node | None:
     """Lower a reduction over ranks whose bias is added once, after it."""
-    position, args, axes = call.record.bias, call.args, call.contracted_axes()
+    position, args, axes = call.record.product.bias, call.args, call.contracted_axes()
     if position is None or len(args) <= position or args[position] is None or not axes:
         return None
     bias, args[position] = args[position], None
@@ -350,7 +389,7 @@ def _lower_bias_after_sum(call: OperatorCall) -> fx.Node | None:
 def _lower_view(call: OperatorCall) -> fx.Node | None:
     """Lower an operator with a shape argument, which becomes that of this rank's shard."""
     shapers = {ViewKind.RESHAPE: torch.ops.aten.reshape.default, ViewKind.EXPAND: torch.ops.aten.expand.default}
-    shaper = shapers.get(call.record.view_kind)
+    shaper = shapers.get(call.record.view.kind)
     ragged, value = call.lowering.graph.expert_rows, call.op.outputs[0]
     shape = [-1 if (value, dim) in ragged else size for dim, size in enumerate(call.local_shape)]
     return None if shaper is None else call.emit(shaper, [call.args[0], shape])

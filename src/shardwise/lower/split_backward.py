@@ -244,18 +244,14 @@ def delay_weight_gradients(
         copies[node] = copied = graph.node_copy(node, copies.__getitem__)
         site = _site_of(node, leaves)
         if site is not None:
-            formula_record = _record_of_node(node).weight
-            assert formula_record is not None
-            copied.target = _with_note(
-                node.target, formula_record.weight_at, formula_record.input_at, delayed, len(delayed.sites), uses_hooks
-            )
+            copied.target = _with_note(node.target, delayed, len(delayed.sites), uses_hooks)
             delayed.sites.append(site)
     graph.lint()
     return replace(local, module=fx.GraphModule(torch.nn.Module(), graph, class_name=type(local.module).__name__)), delayed
 
 
 def _site_of(node: fx.Node, leaves: Mapping[fx.Node, tuple[str, Tensor]]) -> _WeightGradientSite | None:
-    formula_record = _record_of_node(node).weight
+    formula_record = _record_of_node(node).product.weight
     formula = None if formula_record is None else formula_record.formulas.get(str(node.target).rpartition(".")[2])
     if formula_record is None or formula is None or node.kwargs:
         return None
@@ -283,7 +279,7 @@ def _record_of_node(node: fx.Node) -> Op:
 
 def _is_view(record: Op) -> bool:
     """Return whether the output is part of a weight, or all of it in another shape."""
-    return record.kind == CostKind.VIEW and (record.view_kind in (ViewKind.RESHAPE, ViewKind.SLICE) or record.permutation is not None)
+    return record.kind == CostKind.VIEW and (record.view.kind in (ViewKind.RESHAPE, ViewKind.SLICE) or record.view.permutation is not None)
 
 
 def _view_call(node: fx.Node) -> Callable[[Tensor], Tensor]:
@@ -292,9 +288,11 @@ def _view_call(node: fx.Node) -> Callable[[Tensor], Tensor]:
     return lambda x: target(x, *args)
 
 
-def _with_note(
-    target: Callable[..., Tensor], weight: int, x: int, delayed: DelayedWeightGradients, site: int, uses_hooks: bool
-) -> Callable[..., Tensor]:
+def _with_note(target: Callable[..., Tensor], delayed: DelayedWeightGradients, site: int, uses_hooks: bool) -> Callable[..., Tensor]:
+    record = record_of_target(str(target)).product.weight
+    assert record is not None
+    weight, x = record.weight_at, record.input_at
+
     def noted(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return target(*args)

@@ -8,7 +8,7 @@ from shardwise.ops import record_of
 
 def differentiable_inputs(op: Operator) -> tuple[str, ...]:
     """Return the inputs to which an operator passes gradients: not detached ones, nor those whose shape alone it reads (`zeros_like`)."""
-    return op.inputs[: record_of(op).num_differentiable]
+    return op.inputs[: record_of(op).backward.num_differentiable]
 
 
 def values_needing_gradient(graph: Graph) -> set[str]:

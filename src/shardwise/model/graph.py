@@ -216,13 +216,13 @@ class Graph:
 
 def uses_batch_statistics(op: Operator) -> bool:
     """Return whether a norm normalizes by statistics of its input, as in training."""
-    at = record_of(op).statistics
+    at = record_of(op).statistics.positions
     return at is not None and len(op.args) > at[-1] and bool(op.args[at[-1]])
 
 
 def running_statistics_of(op: Operator) -> set[str]:
     """Return the running statistics that a norm in training updates in place."""
-    at = record_of(op).statistics
+    at = record_of(op).statistics.positions
     if at is None or not uses_batch_statistics(op):
         return set()
     return {a.value for a in op.args[at[0] : at[1] + 1] if isinstance(a, Ref)}

@@ -106,7 +106,7 @@ def _unrepeated_heads(graph: Graph, producers: Mapping[str, Operator], value: st
 
 def _only_reorders(op: Operator) -> bool:
     """Return whether an operator only rearranges its input."""
-    return record_of(op).kind == CostKind.VIEW or record_of(op).view_kind in (ViewKind.CONTIGUOUS, ViewKind.COPY)
+    return record_of(op).kind == CostKind.VIEW or record_of(op).view.kind in (ViewKind.CONTIGUOUS, ViewKind.COPY)
 
 
 def _prune_unused(graph: Graph) -> Graph:

@@ -13,6 +13,6 @@ def undifferentiable_inputs(graph: Graph) -> frozenset[str]:
     for op in reversed(graph.operators):
         if any(value in reached for value in op.outputs):
             reached.update(differentiable_inputs(op))
-        arguments = (op.args[i] for i in record_of(op).non_differentiable_at if i < len(op.args))
+        arguments = (op.args[i] for i in record_of(op).backward.non_differentiable_at if i < len(op.args))
         reached.update(arg.value for arg in arguments if isinstance(arg, Ref))
     return frozenset(v.value for v in graph.inputs if v.value in reached)

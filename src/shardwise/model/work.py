@@ -68,7 +68,7 @@ def operator_flops(op: Operator, tensors: dict[str, Tensor]) -> float:
     """
     if op.function is not None:
         return op.function.flops
-    flops = record_of(op).flops
+    flops = record_of(op).product.flops
     return flops(op, tensors) if flops is not None else 0.0
 
 
@@ -89,11 +89,11 @@ def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
     if kind == "gather":
         return 2.0 * written
     record = record_of(op)
-    if not record.reads_values:
+    if not record.output.reads_values:
         return float(written)  # only the shape of its input is read
     read = sum(tensors[v].size_bytes for v in dict.fromkeys(op.inputs))
     # The fused loss also writes the log-softmax, which is saved for backward.
-    return float(written + read + (tensors[op.inputs[0]].size_bytes if record.fuses_softmax else 0))
+    return float(written + read + (tensors[op.inputs[0]].size_bytes if record.backward.saves_log_softmax else 0))
 
 
 def reachable_values(graph: Graph, start: set[str], inputs_of: Callable[[Operator], Sequence[str]] = lambda op: op.inputs) -> set[str]:
@@ -129,7 +129,7 @@ def values_following_batch(graph: Graph) -> set[str]:
     if graph.batch_size < 2:
         return reachable_values(graph, values)
     for op in graph.operators:
-        if record_of(op).view_kind in (ViewKind.EXPAND, ViewKind.REPEAT) and tensors[op.inputs[0]].shape[:1] != rows:
+        if record_of(op).view.kind in (ViewKind.EXPAND, ViewKind.REPEAT) and tensors[op.inputs[0]].shape[:1] != rows:
             values.update(v for v in op.outputs if tensors[v].shape[:1] == rows)
     values = reachable_values(graph, values)
     starts = {v for op in graph.operators if not op.inputs for v in op.outputs if tensors[v].shape[:1] == rows} - values
@@ -145,7 +145,7 @@ def storage_roots(graph: Graph, copied: Collection[str] = frozenset()) -> dict[s
     for op in graph.operators:
         record = record_of(op)
         aliases = kind_of(op) == "view" or (
-            record.view_kind in (ViewKind.CONTIGUOUS, ViewKind.CAST)
+            record.view.kind in (ViewKind.CONTIGUOUS, ViewKind.CAST)
             and graph.tensors[op.inputs[0]].dtype == graph.tensors[op.outputs[0]].dtype
         )
         one_view_each = record.autocast == AutocastPolicy.PER_OPERAND
@@ -186,9 +186,9 @@ def _work_of(op: Operator, tensors: dict[str, Tensor], grads: set[str]) -> Opera
         function, values = op.function, (*op.inputs, *op.outputs)
         saved = tuple(dict.fromkeys(values[i] for i in function.saved))
         return OperatorWork(kind, flops, function.backward_flops, num_bytes, function.backward_bytes, saved, function.extra_bytes)
-    keeps, extra_bytes = record.saves_for_backward(op, tensors, grads)
+    keeps, extra_bytes = record.backward.saved(op, tensors, grads)
     accessed = (*op.outputs, *inputs_with_grad) if kind == "gather" else (*op.outputs, *inputs_with_grad, *keeps)
-    backward_bytes = sum(tensors[v].size_bytes for v in accessed) + extra_bytes * (2 if record.fuses_softmax else 1)
+    backward_bytes = sum(tensors[v].size_bytes for v in accessed) + extra_bytes * (2 if record.backward.saves_log_softmax else 1)
     back_flops = 0.0
     if kind in MATMUL_KINDS:
         # A product has one backward product per operand; attention also recomputes its scores.

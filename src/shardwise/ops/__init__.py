@@ -1,4 +1,4 @@
-"""Records of torch's operators: the record and the factor rule of a call.
+"""Records of torch's operators: the record and the factor rule of a call, and the inputs through which partial sums pass.
 
 To add an operator, add its record to its family (`pointwise`, `products`, ...); nothing else names it. An operator without a rule is
 replicated and reported by name; it is never sharded by a guess.
@@ -6,7 +6,7 @@ replicated and reported by name; it is never sharded by a guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import cache
 
 from shardwise.ops import (
@@ -29,23 +29,13 @@ from shardwise.ops.pointwise import elementwise_rule_of_shapes
 from shardwise.ops.record import Op, RuleOfTensors, Shape
 from shardwise.ops.rule import BLOCKED, HALO, Labels, Rule, parse, restrict_rule
 from shardwise.ops.sliding_window import Window
+from shardwise.ops.vocabulary import Linearity
+from shardwise.plan.ir.placement import D, P, Placement, R, is_shard
 
 __all__ = [
-    "BLOCKED",
-    "RECORDS",
-    "Labels",
-    "Op",
-    "Rule",
-    "elementwise_rule_of_shapes",
-    "is_elementwise",
-    "is_identity",
-    "is_random",
-    "parse",
-    "record_of",
-    "record_of_target",
-    "rule_of",
-    "windows_of",
-    "writes_in_place",
+    "BLOCKED", "RECORDS", "Labels", "Op", "Rule", "elementwise_rule_of_shapes", "is_elementwise", "is_identity", "is_random", "is_sum",
+    "jointly_linear_in", "parse", "partial_placements", "reads_partial", "record_of", "record_of_target", "rule_of", "separately_linear_in",
+    "windows_of", "writes_in_place",
 ]  # fmt: skip
 
 FAMILIES = (attention, experts, lookups, losses, creation, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
@@ -55,7 +45,7 @@ NO_RECORD = Op("")
 def _build_records() -> dict[str, Op]:
     by_name: dict[str, Op] = {}
     for op in (op for family in FAMILIES for op in family.OPS):
-        for key in (f"{op.namespace}.{name}" for name in op.names.split()):
+        for key in (name if "." in name else f"aten.{name}" for name in op.names.split()):
             if key in by_name:
                 raise ValueError(f"{key} has two records")
             by_name[key] = op
@@ -138,16 +128,63 @@ def is_random(op: Operator) -> bool:
     record = record_of(op)
     if record is NO_RECORD:
         return creation.is_random_by_name(op.target.split(".")[1])
-    return record.is_random(op) if callable(record.is_random) else record.is_random
+    is_active = record.draw.is_active
+    return is_active(op) if callable(is_active) else is_active
 
 
 def is_identity(op: Operator) -> bool:
     """Return whether a call returns its input unchanged: dropout that drops nothing."""
-    record = record_of(op)
-    return record.is_identity is not None and record.is_identity(op)
+    tests_identity = record_of(op).draw.is_identity
+    return tests_identity is not None and tests_identity(op)
 
 
 def writes_in_place(op: Operator) -> bool:
     """Return whether an operator writes its first argument (`add_`)."""
     name = op.target.split(".")[1]
     return name.endswith("_") and not name.startswith("_") and not name.endswith("__") and bool(op.args) and isinstance(op.args[0], Ref)
+
+
+def is_sum(op: Operator) -> bool:
+    """Return whether an operator adds its inputs, numbers too."""
+    return record_of(op).linear == Linearity.SUM
+
+
+def jointly_linear_in(op: Operator, zeros: Container[str] = frozenset()) -> list[str] | None:
+    """Return the inputs in which an operator is jointly linear; None if there are none. `zeros`: values that are zero."""
+    linear = record_of(op).linear
+    values: tuple[str, ...] | None = None
+    if callable(linear):
+        values = linear(op, zeros)
+    elif linear == Linearity.JOINT or (linear == Linearity.SUM and len(op.inputs) == 2):
+        values = op.inputs
+    return None if values is None else [v for v in values if v not in zeros]
+
+
+def separately_linear_in(op: Operator) -> tuple[int, ...]:
+    """Return the indices of the tensors in each of which an operator is linear with the others fixed: factors, a numerator.
+
+    >>> separately_linear_in(Operator("d", "aten.div.Tensor", (Ref("a"), Ref("b")), (), ("d",), "d"))
+    (0,)
+    """
+    linear = record_of(op).linear
+    if linear == Linearity.MULTILINEAR:
+        return tuple(range(len(op.inputs)))
+    if linear == Linearity.NUMERATOR and "rounding_mode" not in dict(op.kwargs):
+        return (0,) if op.args and isinstance(op.args[0], Ref) else ()
+    return ()
+
+
+def partial_placements(op: Operator, grads: Container[str]) -> list[tuple[Placement, ...]]:
+    """Return input placements with which an operator maps partial sums to partial sums; `grads`: values that have a gradient."""
+    jointly_linear = jointly_linear_in(op)
+    if jointly_linear:
+        return [tuple(P if v in jointly_linear else R for v in op.inputs)]
+    fixed = [D if v in grads else R for v in op.inputs]
+    return [(*fixed[:i], P, *fixed[i + 1 :]) for i in separately_linear_in(op)]
+
+
+def reads_partial(needed: Sequence[Placement | None], available: Sequence[Sequence[Placement]]) -> bool:
+    """Return whether these inputs follow from the available placements: a partial sum, and no shards."""
+    return any(need is P and P in forms for need, forms in zip(needed, available, strict=True)) and not any(
+        is_shard(f[0]) for f in available
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from shardwise.ops.operator import Operator, Ref, Tensor
-from shardwise.ops.record import Op, Shape, Tensors
+from shardwise.ops.record import Backward, Op, Product, RandomDraw, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, QUERIES, Rule
 from shardwise.ops.saved_tensors import Saved
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
@@ -89,11 +89,12 @@ def _score_shape(op: Operator, tensors: Tensors) -> Shape:
 OPS = (
     Op(
         "scaled_dot_product_attention", "b* h s@ !d, b* h t& !d, b* h t& !e, b* h? s@? t& -> b* h s@ !e", _with_head_labels,
-        lowering=LoweringKind.ATTENTION, allows_fewer_heads=True, is_random=_has_dropout, drawn_shape=_score_shape, kind=CostKind.ATTENTION,
-        flops=_attention_flops, saves_for_backward=_attention_saved, autocast=AutocastPolicy.LOW_PRECISION,
+        kind=CostKind.ATTENTION, product=Product(_attention_flops), draw=RandomDraw(_has_dropout, _score_shape),
+        backward=Backward(_attention_saved), lowering=LoweringKind.ATTENTION, autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
         "_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_flash_attention_for_cpu", kind=CostKind.ATTENTION, flops=_attention_flops, saves_for_backward=_attention_saved,
+        "_scaled_dot_product_flash_attention_for_cpu", kind=CostKind.ATTENTION, product=Product(_attention_flops),
+        backward=Backward(_attention_saved),
     ),
 )  # fmt: skip

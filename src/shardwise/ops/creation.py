@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.ops.operator import Operator
 from shardwise.ops.pointwise import elementwise_rule
-from shardwise.ops.record import Op, Shape, Tensors
+from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, Output, RandomDraw, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, Rule
 from shardwise.ops.saved_tensors import channel_mask, element_mask, integer_inputs, no_tensors
 from shardwise.ops.vocabulary import CostKind, LoweringKind, MaskPredicate
@@ -55,61 +55,66 @@ def _multinomial_shape(op: Operator, tensors: Tensors) -> Shape:
     return tensors[op.outputs[0] if with_replacement else op.inputs[0]].shape
 
 
+READS_SHAPE = Backward(integer_inputs, num_differentiable=0)
+
 OPS = (
-    Op("arange", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.ARANGE),
-    Op("eye linspace", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs),
+    Op("arange", replicated_rule, kind=CostKind.CREATION, output=Output(mask=MaskPredicate.ARANGE), backward=SAVES_INTEGERS),
+    Op("eye linspace", replicated_rule, kind=CostKind.CREATION, backward=SAVES_INTEGERS),
     Op("tril_indices triu_indices hann_window", replicated_rule),
-    Op("zeros", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0, fill=0.0),
-    Op("ones empty", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0),
-    Op("full", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, shape_at=0, fill_at=1),
-    Op("scalar_tensor", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, sample_invariant=True, fill_at=0),
     Op(
-        "new_zeros", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
-        sample_invariant=True, shape_at=1, fill=0.0,
+        "zeros", replicated_rule, kind=CostKind.CREATION, output=Output(shape_at=0, fill=0.0, sample_invariant=True),
+        backward=SAVES_INTEGERS,
+    ),
+    Op("ones empty", replicated_rule, kind=CostKind.CREATION, output=Output(shape_at=0, sample_invariant=True), backward=SAVES_INTEGERS),
+    Op(
+        "full", replicated_rule, kind=CostKind.CREATION, output=Output(shape_at=0, fill_at=1, sample_invariant=True),
+        backward=SAVES_INTEGERS,
+    ),
+    Op("scalar_tensor", replicated_rule, kind=CostKind.CREATION, output=Output(fill_at=0, sample_invariant=True), backward=SAVES_INTEGERS),
+    Op(
+        "new_zeros", replicated_rule, kind=CostKind.CREATION,
+        output=Output(shape_at=1, fill=0.0, reads_values=False, sample_invariant=True), backward=READS_SHAPE,
     ),
     Op(
-        "new_ones", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
-        sample_invariant=True, shape_at=1,
+        "new_ones", replicated_rule, kind=CostKind.CREATION, output=Output(shape_at=1, reads_values=False, sample_invariant=True),
+        backward=READS_SHAPE,
     ),
     Op(
-        "new_full", replicated_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
-        sample_invariant=True, shape_at=1, fill_at=2,
-    ),
-    Op("new_empty", replicated_rule, reads_values=False, num_differentiable=0, sample_invariant=True, shape_at=1),
-    Op("new_empty_strided", reads_values=False, num_differentiable=0),
-    Op(
-        "zeros_like", elementwise_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
-        fill=0.0,
+        "new_full", replicated_rule, kind=CostKind.CREATION,
+        output=Output(shape_at=1, fill_at=2, reads_values=False, sample_invariant=True), backward=READS_SHAPE,
     ),
     Op(
-        "ones_like empty_like", elementwise_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False,
-        num_differentiable=0,
+        "new_empty", replicated_rule, output=Output(shape_at=1, reads_values=False, sample_invariant=True),
+        backward=Backward(num_differentiable=0),
+    ),
+    Op("new_empty_strided", output=Output(reads_values=False), backward=Backward(num_differentiable=0)),
+    Op("zeros_like", elementwise_rule, kind=CostKind.CREATION, output=Output(fill=0.0, reads_values=False), backward=READS_SHAPE),
+    Op("ones_like empty_like", elementwise_rule, kind=CostKind.CREATION, output=Output(reads_values=False), backward=READS_SHAPE),
+    Op("full_like", elementwise_rule, kind=CostKind.CREATION, output=Output(fill_at=1, reads_values=False), backward=READS_SHAPE),
+    Op("tril", "b* !i !j -> b* !i !j", kind=CostKind.CREATION, output=Output(mask=MaskPredicate.LOWER_TRIANGLE), backward=SAVES_INTEGERS),
+    Op("triu", "b* !i !j -> b* !i !j", kind=CostKind.CREATION, backward=SAVES_INTEGERS),
+    Op("one_hot", "b* -> b* !c", kind=CostKind.CREATION, backward=SAVES_INTEGERS),
+    Op("rand randn", replicated_rule, output=Output(shape_at=0, sample_invariant=True), draw=RandomDraw(True)),
+    Op("randint", replicated_rule, output=Output(sample_invariant=True), draw=RandomDraw(True)),
+    Op("randperm", replicated_rule, draw=RandomDraw(True)),
+    Op(
+        "rand_like randn_like randint_like", elementwise_rule, output=Output(reads_values=False), draw=RandomDraw(True),
+        backward=Backward(num_differentiable=0),
+    ),
+    Op("uniform normal_functional bernoulli exponential", elementwise_rule, draw=RandomDraw(True)),
+    Op("multinomial", draw=RandomDraw(True, _multinomial_shape)),
+    Op(
+        "dropout", elementwise_rule, draw=RandomDraw(_draws_dropout_mask, is_identity=_is_inactive_dropout), backward=Backward(no_tensors),
+        lowering=LoweringKind.DROPOUT,
     ),
     Op(
-        "full_like", elementwise_rule, kind=CostKind.CREATION, saves_for_backward=integer_inputs, reads_values=False, num_differentiable=0,
-        fill_at=1,
+        "alpha_dropout", elementwise_rule, draw=RandomDraw(_is_active_dropout, is_identity=_is_inactive_dropout),
+        backward=Backward(element_mask),
     ),
     Op(
-        "tril", "b* !i !j -> b* !i !j", kind=CostKind.CREATION, saves_for_backward=integer_inputs,
-        mask_predicate=MaskPredicate.LOWER_TRIANGLE,
+        "feature_dropout", "n c !s* -> n c !s*", draw=RandomDraw(_is_active_dropout, _channel_shape, is_identity=_is_inactive_dropout),
+        backward=Backward(channel_mask),
     ),
-    Op("triu", "b* !i !j -> b* !i !j", kind=CostKind.CREATION, saves_for_backward=integer_inputs),
-    Op("one_hot", "b* -> b* !c", kind=CostKind.CREATION, saves_for_backward=integer_inputs),
-    Op("rand randn", replicated_rule, is_random=True, sample_invariant=True, shape_at=0),
-    Op("randint", replicated_rule, is_random=True, sample_invariant=True),
-    Op("randperm", replicated_rule, is_random=True),
-    Op("rand_like randn_like randint_like", elementwise_rule, is_random=True, reads_values=False, num_differentiable=0),
-    Op("uniform normal_functional bernoulli exponential", elementwise_rule, is_random=True),
-    Op("multinomial", is_random=True, drawn_shape=_multinomial_shape),
-    Op(
-        "dropout", elementwise_rule, lowering=LoweringKind.DROPOUT, is_random=_draws_dropout_mask, is_identity=_is_inactive_dropout,
-        saves_for_backward=no_tensors,
-    ),
-    Op("alpha_dropout", elementwise_rule, is_random=_is_active_dropout, is_identity=_is_inactive_dropout, saves_for_backward=element_mask),
-    Op(
-        "feature_dropout", "n c !s* -> n c !s*", is_random=_is_active_dropout, drawn_shape=_channel_shape, is_identity=_is_inactive_dropout,
-        saves_for_backward=channel_mask,
-    ),
-    Op("native_dropout", "b* -> b*, b*", is_random=_is_active_dropout, saves_for_backward=no_tensors),
-    Op("feature_alpha_dropout", is_random=_is_active_dropout, saves_for_backward=channel_mask),
+    Op("native_dropout", "b* -> b*, b*", draw=RandomDraw(_is_active_dropout), backward=Backward(no_tensors)),
+    Op("feature_alpha_dropout", draw=RandomDraw(_is_active_dropout), backward=Backward(channel_mask)),
 )  # fmt: skip

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Set
 from math import comb
 
 from shardwise.ops.operator import Operator, Tensor
-from shardwise.ops.record import Op, Shape, Tensors
+from shardwise.ops.record import Backward, Op, Product, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, Labels, Rule
 from shardwise.ops.saved_tensors import Saved, all_inputs
-from shardwise.ops.vocabulary import AutocastPolicy, CostKind, ExpertStage, Linearity, LoweringKind, MatmulKind
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Linearity, LoweringKind, MatmulKind, Reduction
 from shardwise.plan.ir.placement import even_shard_range
 
 EXPERT = "e"  # label of the experts
@@ -80,16 +80,16 @@ def expected_ranks_per_token(experts: int, top: int, ranks: int) -> float:
 
 OPS = (
     Op(
-        "to_experts", _dispatch_rule, namespace="shardwise", expert_rows=ExpertStage.DISPATCH, linear=Linearity.NUMERATOR,
-        lowering=LoweringKind.EXPERT_DISPATCH, kind=CostKind.GATHER, saves_for_backward=_saved_routes, num_differentiable=1,
+        "shardwise.to_experts", _dispatch_rule, linear=Linearity.NUMERATOR, kind=CostKind.GATHER,
+        backward=Backward(_saved_routes, num_differentiable=1), lowering=LoweringKind.EXPERT_DISPATCH,
     ),
     Op(
-        "of_experts", _expert_matmul_rule, namespace="shardwise", expert_rows=ExpertStage.INSIDE, contracts=True,
-        lowering=LoweringKind.EXPERT_MATMUL, kind=CostKind.LINEAR, flops=_expert_flops, product=MatmulKind.GROUPED,
-        has_many_strategies=True, saves_for_backward=_saved_operands, autocast=AutocastPolicy.LOW_PRECISION,
+        "shardwise.of_experts", _expert_matmul_rule, reduction=Reduction.SUM, kind=CostKind.LINEAR,
+        product=Product(_expert_flops, MatmulKind.GROUPED), backward=Backward(_saved_operands), lowering=LoweringKind.EXPERT_MATMUL,
+        autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "from_experts", _combine_rule, namespace="shardwise", expert_rows=ExpertStage.COMBINE, linear=Linearity.NUMERATOR,
-        lowering=LoweringKind.EXPERT_COMBINE, kind=CostKind.GATHER, saves_for_backward=all_inputs,
+        "shardwise.from_experts", _combine_rule, linear=Linearity.NUMERATOR, kind=CostKind.GATHER, backward=Backward(all_inputs),
+        lowering=LoweringKind.EXPERT_COMBINE,
     ),
 )  # fmt: skip

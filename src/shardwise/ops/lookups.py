@@ -6,10 +6,9 @@ from collections.abc import Container
 from math import prod
 
 from shardwise.ops.operator import Operator, Ref
-from shardwise.ops.record import Op, RuleOfTensors, Shape, Tensors, WeightGradient
-from shardwise.ops.rule import BLOCKED, Rule, restrict_rule, shardable_labels
-from shardwise.ops.saved_tensors import integer_inputs
-from shardwise.ops.vocabulary import CostKind
+from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, Product, RuleOfTensors, Shape, Tensors, WeightGradient
+from shardwise.ops.rule import BLOCKED, Rule, broadcast_labels, restrict_rule, shardable_labels
+from shardwise.ops.vocabulary import CostKind, MatmulKind
 
 
 def _index_rule(op: Operator, tensors: Tensors) -> Rule | None:
@@ -50,9 +49,7 @@ def _masked_put_rule(op: Operator, tensors: Tensors) -> Rule | None:
     if ins[1] != full[:lead] or len(value) > len(full) - lead:
         return None
     labels = shardable_labels(full)
-    extra = len(full) - len(value)
-    last = tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(value))
-    return Rule((labels, labels[:lead], last), (labels,))
+    return Rule((labels, labels[:lead], broadcast_labels(labels, full, value)), (labels,))
 
 
 def _bucket_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | None:
@@ -98,12 +95,12 @@ def _index_put_linear_in(op: Operator, zeros: Container[str]) -> tuple[str, ...]
 
 OPS = (
     Op(
-        "embedding", "v^ e, b* -> b* e", _adjust_embedding_rule, weight=WeightGradient(0, 1, 2, {"default": "rows"}), sparse_at=4,
-        kind=CostKind.GATHER, is_lookup=True, saves_for_backward=integer_inputs,
+        "embedding", "v^ e, b* -> b* e", _adjust_embedding_rule, kind=CostKind.GATHER,
+        product=Product(kind=MatmulKind.LOOKUP, weight=WeightGradient(0, 1, 2, {"default": "rows"}), sparse_at=4), backward=SAVES_INTEGERS,
     ),
-    Op("embedding_bag", _embedding_bag_rule, sparse_at=5),
-    Op("index", RuleOfTensors(_index_rule), kind=CostKind.GATHER, saves_for_backward=integer_inputs),
-    Op("index_put", RuleOfTensors(_masked_put_rule), linear=_index_put_linear_in, saves_for_backward=integer_inputs),
-    Op("masked_scatter", _masked_scatter_rule, saves_for_backward=integer_inputs),
-    Op("bucketize searchsorted", _bucket_rule, non_differentiable_at=(0, 1)),
+    Op("embedding_bag", _embedding_bag_rule, product=Product(sparse_at=5)),
+    Op("index", RuleOfTensors(_index_rule), kind=CostKind.GATHER, backward=SAVES_INTEGERS),
+    Op("index_put", RuleOfTensors(_masked_put_rule), linear=_index_put_linear_in, backward=SAVES_INTEGERS),
+    Op("masked_scatter", _masked_scatter_rule, backward=SAVES_INTEGERS),
+    Op("bucketize searchsorted", _bucket_rule, backward=Backward(non_differentiable_at=(0, 1))),
 )  # fmt: skip

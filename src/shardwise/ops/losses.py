@@ -6,10 +6,10 @@ from collections.abc import Mapping, Set
 
 from shardwise.ops.operator import Operator, Ref, Tensor
 from shardwise.ops.pointwise import elementwise_rule_of_shapes
-from shardwise.ops.record import Op, RuleOfShapes, Shape
-from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, RuleOfShapes, Shape
+from shardwise.ops.rule import BLOCKED, Rule, broadcast_labels, shardable_labels
 from shardwise.ops.saved_tensors import Saved, integer_inputs
-from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind, Reduction
 
 
 def _reduction_of(op: Operator, position: int) -> object:
@@ -24,14 +24,10 @@ def _element_loss_rule(position: int) -> RuleOfShapes:
         reduction = _reduction_of(op, position)
         if outs[0] or reduction == 0:
             return elementwise_rule_of_shapes(ins, outs)
-        rank = max(len(s) for s in ins)
-        full = next(s for s in ins if len(s) == rank)
-        labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(full))
-        rows = []
-        for s in ins:
-            extra = rank - len(s)
-            rows.append(tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(s)))
-        return Rule(tuple(rows), ((),), {x: "average" for x in labels if x} if reduction == 1 else {})
+        full = max(ins, key=len)
+        labels = shardable_labels(full)
+        rows = tuple(broadcast_labels(labels, full, s) for s in ins)
+        return Rule(rows, ((),), {x: "average" for x in labels if x} if reduction == 1 else {})
 
     return rule
 
@@ -105,44 +101,34 @@ def _saved_log_softmax(op: Operator, tensors: Mapping[str, Tensor], grads: Set[s
     return tuple(dict.fromkeys(op.inputs))[1:2], float(tensors[op.inputs[0]].size_bytes)
 
 
-def _loss_record(names: str, at: int = 2, closed: tuple[int, ...] = ()) -> Op:
-    return Op(names, _element_loss_rule(at), contracts=True, is_loss=True, non_differentiable_at=closed, autocast=AutocastPolicy.FLOAT32)
-
-
-def _row_loss_record(names: str, at: int, num_rows: int = 2, closed: tuple[int, ...] = ()) -> Op:
-    return Op(
-        names, _row_loss_rule(at, num_rows), contracts=True, is_loss=True, non_differentiable_at=closed, autocast=AutocastPolicy.FLOAT32,
-    )  # fmt: skip
+def _loss_record(names: str, rule: RuleOfShapes, closed: tuple[int, ...] = ()) -> Op:
+    return Op(names, rule, reduction=Reduction.LOSS, backward=Backward(non_differentiable_at=closed), autocast=AutocastPolicy.FLOAT32)
 
 
 OPS = (
-    _loss_record("mse_loss l1_loss smooth_l1_loss huber_loss kl_div"),
-    _loss_record("soft_margin_loss", closed=(1,)),
-    _loss_record("binary_cross_entropy", 3, closed=(2,)),
-    _loss_record("binary_cross_entropy_with_logits", 4),
-    _loss_record("hinge_embedding_loss", 3),
-    _loss_record("margin_ranking_loss", 4),
-    _loss_record("poisson_nll_loss", 5),
-    _row_loss_record("triplet_margin_loss", 7, 3),
-    _row_loss_record("cosine_embedding_loss", 4, 3),
-    _row_loss_record("multi_margin_loss", 5, closed=(4,)),
-    _row_loss_record("multilabel_margin_loss", 2),
+    _loss_record("mse_loss l1_loss smooth_l1_loss huber_loss kl_div", _element_loss_rule(2)),
+    _loss_record("soft_margin_loss", _element_loss_rule(2), (1,)),
+    _loss_record("binary_cross_entropy", _element_loss_rule(3), (2,)),
+    _loss_record("binary_cross_entropy_with_logits", _element_loss_rule(4)),
+    _loss_record("hinge_embedding_loss", _element_loss_rule(3)),
+    _loss_record("margin_ranking_loss", _element_loss_rule(4)),
+    _loss_record("poisson_nll_loss", _element_loss_rule(5)),
+    _loss_record("triplet_margin_loss", _row_loss_rule(7, 3)),
+    _loss_record("cosine_embedding_loss", _row_loss_rule(4, 3)),
+    _loss_record("multi_margin_loss", _row_loss_rule(5), (4,)),
+    _loss_record("multilabel_margin_loss", _row_loss_rule(2)),
     Op(
-        "cross_entropy_loss", _cross_entropy_rule, lowering=LoweringKind.CROSS_ENTROPY, contracts=True, is_loss=True, over_classes=True,
-        non_differentiable_at=(2,), kind=CostKind.SOFTMAX, fuses_softmax=True, saves_for_backward=_saved_log_softmax,
+        "cross_entropy_loss", _cross_entropy_rule, reduction=Reduction.CLASS_LOSS, kind=CostKind.SOFTMAX,
+        backward=Backward(_saved_log_softmax, non_differentiable_at=(2,), saves_log_softmax=True), lowering=LoweringKind.CROSS_ENTROPY,
         autocast=AutocastPolicy.FLOAT32,
     ),
     Op(
-        "nll_loss", _nll_rule, lowering=LoweringKind.NLL, contracts=True, is_loss=True, over_classes=True, non_differentiable_at=(2,),
-        kind=CostKind.GATHER, saves_for_backward=integer_inputs, autocast=AutocastPolicy.FLOAT32,
+        "nll_loss nll_loss_nd", _nll_rule, reduction=Reduction.CLASS_LOSS, kind=CostKind.GATHER,
+        backward=Backward(integer_inputs, non_differentiable_at=(2,)), lowering=LoweringKind.NLL, autocast=AutocastPolicy.FLOAT32,
     ),
-    Op(
-        "nll_loss_nd", _nll_rule, lowering=LoweringKind.NLL, is_loss=True, over_classes=True, non_differentiable_at=(2,),
-        kind=CostKind.GATHER, saves_for_backward=integer_inputs, autocast=AutocastPolicy.FLOAT32,
-    ),
-    Op("nll_loss2d", is_loss=True, non_differentiable_at=(2,), autocast=AutocastPolicy.FLOAT32),
-    Op("nll_loss_forward", kind=CostKind.GATHER, saves_for_backward=integer_inputs),
-    Op("ctc_loss", contracts=True, is_loss=True, autocast=AutocastPolicy.FLOAT32),
-    Op("ctc_loss", _ctc_rule, namespace="shardwise", contracts=True, is_loss=True, autocast=AutocastPolicy.FLOAT32),
-    Op("ctc_lengths", _ctc_lengths_rule, namespace="shardwise"),
+    Op("nll_loss2d", reduction=Reduction.LOSS, backward=Backward(non_differentiable_at=(2,)), autocast=AutocastPolicy.FLOAT32),
+    Op("nll_loss_forward", kind=CostKind.GATHER, backward=SAVES_INTEGERS),
+    Op("ctc_loss", reduction=Reduction.LOSS, autocast=AutocastPolicy.FLOAT32),
+    Op("shardwise.ctc_loss", _ctc_rule, reduction=Reduction.LOSS, autocast=AutocastPolicy.FLOAT32),
+    Op("shardwise.ctc_lengths", _ctc_lengths_rule),
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.ops.operator import Operator, Ref
-from shardwise.ops.record import Op, Shape
+from shardwise.ops.record import Backward, Op, RunningStatistics, Shape
 from shardwise.ops.rule import BLOCKED, Rule, restrict_rule
 from shardwise.ops.saved_tensors import input_and_statistics
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
@@ -44,34 +44,36 @@ def _weight_norm_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule
 
 OPS = (
     Op(
-        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _batch_norm_rule, lowering=LoweringKind.BATCH_NORM, statistics=(3, 4, 5),
-        over_samples=True, kind=CostKind.BATCH_NORM, saves_for_backward=input_and_statistics, autocast=AutocastPolicy.FIRST_OPERAND,
+        "batch_norm", "n+ c s+*, c, c, c, c -> n c s*", _batch_norm_rule, kind=CostKind.BATCH_NORM,
+        statistics=RunningStatistics((3, 4, 5), over_samples=True), backward=Backward(input_and_statistics),
+        lowering=LoweringKind.BATCH_NORM, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
-        "instance_norm", "n c s+*, c, c, c, c -> n c s*", _instance_norm_rule, lowering=LoweringKind.INSTANCE_NORM, statistics=(3, 4, 5),
-        kind=CostKind.BATCH_NORM, saves_for_backward=input_and_statistics, backward_temporaries=1.0, autocast=AutocastPolicy.FIRST_OPERAND,
+        "instance_norm", "n c s+*, c, c, c, c -> n c s*", _instance_norm_rule, kind=CostKind.BATCH_NORM,
+        statistics=RunningStatistics((3, 4, 5)), backward=Backward(input_and_statistics, temporaries=1.0),
+        lowering=LoweringKind.INSTANCE_NORM, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", kind=CostKind.BATCH_NORM,
-        saves_for_backward=input_and_statistics, autocast=AutocastPolicy.FIRST_OPERAND,
+        backward=Backward(input_and_statistics), autocast=AutocastPolicy.FIRST_OPERAND,
     ),
-    Op("cudnn_batch_norm", kind=CostKind.BATCH_NORM, saves_for_backward=input_and_statistics),
+    Op("cudnn_batch_norm", kind=CostKind.BATCH_NORM, backward=Backward(input_and_statistics)),
     Op(
-        "group_norm", "n !c s+*, _, !c, !c -> n !c s*", lowering=LoweringKind.GROUP_NORM, kind=CostKind.NORM,
-        saves_for_backward=input_and_statistics, transpose_copies=1.0, autocast=AutocastPolicy.FIRST_OPERAND,
+        "group_norm", "n !c s+*, _, !c, !c -> n !c s*", kind=CostKind.NORM, backward=Backward(input_and_statistics, transpose_copies=1.0),
+        lowering=LoweringKind.GROUP_NORM, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
-        "layer_norm", _layer_norm_rule, kind=CostKind.NORM, saves_for_backward=input_and_statistics, transpose_copies=1.0,
+        "layer_norm", _layer_norm_rule, kind=CostKind.NORM, backward=Backward(input_and_statistics, transpose_copies=1.0),
         autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
-        "rms_norm", _layer_norm_rule, kind=CostKind.NORM, saves_for_backward=input_and_statistics, saves_normalized=True,
+        "rms_norm", _layer_norm_rule, kind=CostKind.NORM, backward=Backward(input_and_statistics, saves_normalized=True),
         autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
-        "native_group_norm native_layer_norm", kind=CostKind.NORM, saves_for_backward=input_and_statistics,
+        "native_group_norm native_layer_norm", kind=CostKind.NORM, backward=Backward(input_and_statistics),
         autocast=AutocastPolicy.FIRST_OPERAND,
     ),
-    Op("_fused_rms_norm", kind=CostKind.NORM, saves_for_backward=input_and_statistics),
+    Op("_fused_rms_norm", kind=CostKind.NORM, backward=Backward(input_and_statistics)),
     Op("_weight_norm", _weight_norm_rule),
 )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 
 from shardwise.ops.operator import Operator, Ref
-from shardwise.ops.record import Op, Shape
-from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.record import ALIASES_GRADIENT, SAVES_INTEGERS, Backward, Op, Output, Shape, View
+from shardwise.ops.rule import Rule, broadcast_labels, shardable_labels
 from shardwise.ops.saved_tensors import first_output, integer_inputs, product_operands, quotient_operands
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, LoweringKind, MaskPredicate, ViewKind
 
@@ -18,13 +18,8 @@ def elementwise_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def elementwise_rule_of_shapes(ins: list[Shape], outs: list[Shape]) -> Rule:
     """Return the rule of any elementwise operator at these shapes."""
-    rank = len(outs[0])
-    out = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(outs[0]))
-    rows = []
-    for shape in ins:
-        extra = rank - len(shape)
-        rows.append(tuple(out[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(shape)))
-    return Rule(tuple(rows), tuple(out for _ in outs))
+    out = shardable_labels(outs[0])
+    return Rule(tuple(broadcast_labels(out, outs[0], shape) for shape in ins), tuple(out for _ in outs))
 
 
 def _cast_like_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -66,56 +61,53 @@ OPS = (
         """,
         elementwise_rule,
     ),
-    Op("__and__ bitwise_and logical_and", elementwise_rule, mask_predicate=MaskPredicate.AND),
-    Op("bitwise_not logical_not", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.NOT),
-    Op("ceil conj copy fill floor resolve_conj round", elementwise_rule, saves_for_backward=integer_inputs),
-    Op("eq ne not_equal", elementwise_rule, saves_for_backward=integer_inputs),
-    Op("lt less le less_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.LESS),
-    Op("gt greater ge greater_equal", elementwise_rule, saves_for_backward=integer_inputs, mask_predicate=MaskPredicate.GREATER),
-    Op("add sub subtract", elementwise_rule, linear=Linearity.SUM, saves_for_backward=integer_inputs, gradient=GradientMemory.REDUCED),
-    Op("rsub", elementwise_rule, linear=Linearity.SUM, saves_for_backward=integer_inputs),
-    Op("neg negative", elementwise_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
+    Op("__and__ bitwise_and logical_and", elementwise_rule, output=Output(mask=MaskPredicate.AND)),
+    Op("bitwise_not logical_not", elementwise_rule, output=Output(mask=MaskPredicate.NOT), backward=SAVES_INTEGERS),
+    Op("ceil conj copy fill floor resolve_conj round", elementwise_rule, backward=SAVES_INTEGERS),
+    Op("eq ne not_equal", elementwise_rule, backward=SAVES_INTEGERS),
+    Op("lt less le less_equal", elementwise_rule, output=Output(mask=MaskPredicate.LESS), backward=SAVES_INTEGERS),
+    Op("gt greater ge greater_equal", elementwise_rule, output=Output(mask=MaskPredicate.GREATER), backward=SAVES_INTEGERS),
+    Op("add sub subtract", elementwise_rule, linear=Linearity.SUM, backward=Backward(integer_inputs, GradientMemory.REDUCED)),
+    Op("rsub", elementwise_rule, linear=Linearity.SUM, backward=SAVES_INTEGERS),
+    Op("neg negative", elementwise_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS),
+    Op("mul multiply", elementwise_rule, linear=Linearity.MULTILINEAR, backward=Backward(product_operands, GradientMemory.BROADCAST)),
     Op(
-        "mul multiply", elementwise_rule, linear=Linearity.MULTILINEAR, saves_for_backward=product_operands,
-        gradient=GradientMemory.BROADCAST,
+        "div divide true_divide", elementwise_rule, linear=Linearity.NUMERATOR,
+        backward=Backward(quotient_operands, GradientMemory.BROADCAST),
     ),
+    Op("maximum minimum", elementwise_rule, backward=Backward(gradient=GradientMemory.BROADCAST)),
+    Op("where", elementwise_rule, linear=_where_linear_in, backward=Backward(integer_inputs, GradientMemory.BROADCAST)),
     Op(
-        "div divide true_divide", elementwise_rule, linear=Linearity.NUMERATOR, saves_for_backward=quotient_operands,
-        gradient=GradientMemory.BROADCAST,
+        "masked_fill", elementwise_rule, linear=_masked_fill_linear_in, output=Output(mask=MaskPredicate.MASKED_FILL),
+        backward=SAVES_INTEGERS,
     ),
-    Op("maximum minimum", elementwise_rule, gradient=GradientMemory.BROADCAST),
-    Op("where", elementwise_rule, linear=_where_linear_in, saves_for_backward=integer_inputs, gradient=GradientMemory.BROADCAST),
-    Op(
-        "masked_fill", elementwise_rule, linear=_masked_fill_linear_in, saves_for_backward=integer_inputs,
-        mask_predicate=MaskPredicate.MASKED_FILL,
-    ),
-    Op("relu reciprocal", elementwise_rule, saves_for_backward=first_output),
-    Op("exp sigmoid sqrt tanh", elementwise_rule, kind=CostKind.ACTIVATION, saves_for_backward=first_output, conjugates_saved=True),
-    Op("exp2 expm1 rsqrt", elementwise_rule, kind=CostKind.ACTIVATION, saves_for_backward=first_output),
+    Op("relu reciprocal", elementwise_rule, backward=Backward(first_output)),
+    Op("exp sigmoid sqrt tanh", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(first_output, conjugates_saved=True)),
+    Op("exp2 expm1 rsqrt", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(first_output)),
     Op("atan2 cos elu erf hardswish log log1p log_sigmoid mish selu silu sin softplus", elementwise_rule, kind=CostKind.ACTIVATION),
     Op("logsigmoid log_sigmoid_forward", kind=CostKind.ACTIVATION),
-    Op("gelu", elementwise_rule, kind=CostKind.ACTIVATION, transpose_copies=2.0),
-    Op("pow", elementwise_rule, kind=CostKind.ACTIVATION, backward_temporaries=2.0),
-    Op("abs absolute", elementwise_rule, backward_temporaries=1.0),
+    Op("gelu", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(transpose_copies=2.0)),
+    Op("pow", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(temporaries=2.0)),
+    Op("abs absolute", elementwise_rule, backward=Backward(temporaries=1.0)),
     Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast=AutocastPolicy.FIRST_OPERAND),
-    Op("to", _cast_rule, view_kind=ViewKind.CAST, linear=Linearity.JOINT, num_differentiable=1, saves_for_backward=integer_inputs),
-    Op("_to_copy", elementwise_rule, view_kind=ViewKind.CAST, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
-    Op("type_as", _cast_like_rule, num_differentiable=1, saves_for_backward=integer_inputs),
+    Op("to", _cast_rule, linear=Linearity.JOINT, view=View(ViewKind.CAST), backward=Backward(integer_inputs, num_differentiable=1)),
+    Op("_to_copy", elementwise_rule, linear=Linearity.JOINT, view=View(ViewKind.CAST), backward=SAVES_INTEGERS),
+    Op("type_as", _cast_like_rule, backward=Backward(integer_inputs, num_differentiable=1)),
     Op(
-        "contiguous", elementwise_rule, view_kind=ViewKind.CONTIGUOUS, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
-        gradient=GradientMemory.ALIAS,
+        "contiguous", elementwise_rule, linear=Linearity.JOINT, view=View(ViewKind.CONTIGUOUS),
+        backward=Backward(integer_inputs, GradientMemory.ALIAS),
     ),
-    Op("clone", elementwise_rule, view_kind=ViewKind.COPY, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
-    Op("lift_fresh_copy", elementwise_rule, kind=CostKind.CREATION, view_kind=ViewKind.COPY, saves_for_backward=integer_inputs),
-    Op("lift_fresh", view_kind=ViewKind.ALIAS),
-    Op("alias", elementwise_rule, kind=CostKind.VIEW, view_kind=ViewKind.ALIAS, linear=Linearity.JOINT, gradient=GradientMemory.ALIAS),
-    Op("detach", elementwise_rule, kind=CostKind.VIEW, view_kind=ViewKind.ALIAS, linear=Linearity.JOINT, num_differentiable=0),
+    Op("clone", elementwise_rule, linear=Linearity.JOINT, view=View(ViewKind.COPY), backward=SAVES_INTEGERS),
+    Op("lift_fresh_copy", elementwise_rule, kind=CostKind.CREATION, view=View(ViewKind.COPY), backward=SAVES_INTEGERS),
+    Op("lift_fresh", view=View(ViewKind.ALIAS)),
+    Op("alias", elementwise_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.ALIAS), backward=ALIASES_GRADIENT),
+    Op(
+        "detach", elementwise_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.ALIAS),
+        backward=Backward(num_differentiable=0),
+    ),
     Op("real imag", elementwise_rule, kind=CostKind.VIEW),
     Op("view_as_real", "b* -> b* !r", kind=CostKind.VIEW),
-    Op(
-        "view_as_complex", "b* !r -> b*", lowering=LoweringKind.COMPLEX_CLONE, saves_for_backward=integer_inputs,
-        autocast=AutocastPolicy.FLOAT32,
-    ),
+    Op("view_as_complex", "b* !r -> b*", backward=SAVES_INTEGERS, lowering=LoweringKind.COMPLEX_CLONE, autocast=AutocastPolicy.FLOAT32),
     Op("polar", elementwise_rule, autocast=AutocastPolicy.FLOAT32),
     Op("broadcast_tensors", elementwise_rule, kind=CostKind.VIEW, autocast=AutocastPolicy.PER_OPERAND),
 )  # fmt: skip

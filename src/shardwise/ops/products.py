@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.ops.operator import Operator
-from shardwise.ops.record import Op, Shape, Tensors, WeightGradient
-from shardwise.ops.rule import BLOCKED, Labels, Rule, shardable_labels
+from shardwise.ops.record import Backward, Op, Product, Shape, Tensors, WeightGradient
+from shardwise.ops.rule import BLOCKED, Labels, Rule, broadcast_labels, shardable_labels
 from shardwise.ops.saved_tensors import added_product_operands, listed_operands, product_operands
-from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Linearity, MatmulKind
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Linearity, MatmulKind, Reduction
 
 
 def _product_flops(op: Operator, tensors: Tensors) -> float:
@@ -42,9 +42,7 @@ def _matmul_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
     def row(shape: Shape, last: tuple[str, ...]) -> Labels:
         lead, tail = shape[: len(shape) - len(last)], shape[len(shape) - len(last) :]
-        extra = rank - len(lead)
-        stacked = [batch[i + extra] if n == outs[0][i + extra] else BLOCKED for i, n in enumerate(lead)]
-        return (*stacked, *(x if n > 1 else BLOCKED for x, n in zip(last, tail, strict=True)))
+        return (*broadcast_labels(batch, outs[0][:rank], lead), *(x if n > 1 else BLOCKED for x, n in zip(last, tail, strict=True)))
 
     out = (*batch, *(x if n > 1 else BLOCKED for x, n in zip(ends, outs[0][rank:], strict=True)))
     return Rule((row(ins[0], firsts), row(ins[1], seconds)), (out,))
@@ -121,60 +119,60 @@ def _einsum_gradient_orders(op: Operator) -> tuple[tuple[int, ...], ...]:
 
 OPS = (
     Op(
-        "linear", "b* i, o i, o -> b* o", contracts=True, bias=2, weight=WeightGradient(1, 0, 2, {"default": "linear"}),
-        kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.LINEAR, saves_for_backward=product_operands, contiguous_operands=1,
-        transpose_copies=1.0, autocast=AutocastPolicy.LOW_PRECISION,
+        "linear", "b* i, o i, o -> b* o", reduction=Reduction.SUM, kind=CostKind.LINEAR,
+        product=Product(_product_flops, MatmulKind.LINEAR, WeightGradient(1, 0, 2, {"default": "linear"}), bias=2, contiguous_operands=1),
+        backward=Backward(product_operands, transpose_copies=1.0), autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "mm", "n k, k m -> n m", contracts=True, linear=Linearity.MULTILINEAR, weight=WeightGradient(1, 0, 2, {"default": "product"}),
-        kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.WEIGHT, saves_for_backward=product_operands,
+        "mm", "n k, k m -> n m", linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR,
+        product=Product(_product_flops, MatmulKind.WEIGHT, WeightGradient(1, 0, 2, {"default": "product"})),
+        backward=Backward(product_operands), autocast=AutocastPolicy.LOW_PRECISION,
+    ),
+    Op(
+        "addmm", ("n m, n k, k m -> n m", "m, n k, k m -> n m"), kind=CostKind.LINEAR,
+        product=Product(_added_product_flops, MatmulKind.WEIGHT, WeightGradient(2, 1, 2, {"default": "product"})),
+        backward=Backward(added_product_operands), autocast=AutocastPolicy.LOW_PRECISION,
+    ),
+    Op(
+        "bmm", "b n k, b k m -> b n m", linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR,
+        product=Product(_product_flops, MatmulKind.BATCHED, WeightGradient(1, 0, 3, {"default": "stacked"})),
+        backward=Backward(product_operands), autocast=AutocastPolicy.LOW_PRECISION,
+    ),
+    Op(
+        "baddbmm", "b n m, b n k, b k m -> b n m", kind=CostKind.LINEAR, product=Product(_added_product_flops, MatmulKind.BATCHED),
+        backward=Backward(added_product_operands), autocast=AutocastPolicy.LOW_PRECISION,
+    ),
+    Op(
+        "matmul", _matmul_rule, linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR,
+        product=Product(_product_flops, MatmulKind.BATCHED, WeightGradient(1, 0, 2, {"default": "product"}), contiguous_operands=2),
+        backward=Backward(product_operands), autocast=AutocastPolicy.LOW_PRECISION,
+    ),
+    Op(
+        "einsum", _einsum_rule, linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR,
+        product=Product(_einsum_flops, MatmulKind.BATCHED), backward=Backward(listed_operands, gradient_dim_order=_einsum_gradient_orders),
         autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op(
-        "addmm", ("n m, n k, k m -> n m", "m, n k, k m -> n m"), weight=WeightGradient(2, 1, 2, {"default": "product"}),
-        kind=CostKind.LINEAR, flops=_added_product_flops, product=MatmulKind.WEIGHT, saves_for_backward=added_product_operands,
-        autocast=AutocastPolicy.LOW_PRECISION,
+        "mv", "n k, k -> n", linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
+        backward=Backward(product_operands),
     ),
     Op(
-        "bmm", "b n k, b k m -> b n m", contracts=True, linear=Linearity.MULTILINEAR,
-        weight=WeightGradient(1, 0, 3, {"default": "stacked"}), kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.BATCHED,
-        has_many_strategies=True, saves_for_backward=product_operands, autocast=AutocastPolicy.LOW_PRECISION,
+        "dot", "k, k -> ", linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
+        backward=Backward(product_operands),
     ),
-    Op(
-        "baddbmm", "b n m, b n k, b k m -> b n m", kind=CostKind.LINEAR, flops=_added_product_flops, product=MatmulKind.BATCHED,
-        has_many_strategies=True, saves_for_backward=added_product_operands, autocast=AutocastPolicy.LOW_PRECISION,
-    ),
-    Op(
-        "matmul", _matmul_rule, contracts=True, linear=Linearity.MULTILINEAR, weight=WeightGradient(1, 0, 2, {"default": "product"}),
-        kind=CostKind.LINEAR, flops=_product_flops, product=MatmulKind.BATCHED, saves_for_backward=product_operands, contiguous_operands=2,
-        autocast=AutocastPolicy.LOW_PRECISION,
-    ),
-    Op(
-        "einsum", _einsum_rule, contracts=True, linear=Linearity.MULTILINEAR, gradient_dim_order=_einsum_gradient_orders,
-        kind=CostKind.LINEAR, flops=_einsum_flops, product=MatmulKind.BATCHED, has_many_strategies=True, saves_for_backward=listed_operands,
-        autocast=AutocastPolicy.LOW_PRECISION,
-    ),
-    Op(
-        "mv", "n k, k -> n", contracts=True, linear=Linearity.MULTILINEAR, kind=CostKind.LINEAR, flops=_product_flops,
-        saves_for_backward=product_operands,
-    ),
-    Op(
-        "dot", "k, k -> ", contracts=True, linear=Linearity.MULTILINEAR, kind=CostKind.LINEAR, flops=_product_flops,
-        saves_for_backward=product_operands,
-    ),
-    Op("vdot", "k, k -> ", contracts=True),
-    Op("inner", "b* k, m k -> b* m", contracts=True),
+    Op("vdot", "k, k -> ", reduction=Reduction.SUM),
+    Op("inner", "b* k, m k -> b* m", reduction=Reduction.SUM),
     Op("outer", "n, m -> n m", linear=Linearity.MULTILINEAR),
     Op("kron", _kron_rule),
     Op(
-        "tensordot", _tensordot_rule, contracts=True, kind=CostKind.LINEAR, flops=_product_flops, saves_for_backward=product_operands,
-        autocast=AutocastPolicy.LOW_PRECISION,
+        "tensordot", _tensordot_rule, reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
+        backward=Backward(product_operands), autocast=AutocastPolicy.LOW_PRECISION,
     ),
-    Op("bilinear", "b* i, b* j, o i j, o -> b* o", contracts=True, bias=3),
-    Op("addmv", kind=CostKind.LINEAR, flops=_added_product_flops, saves_for_backward=added_product_operands),
+    Op("bilinear", "b* i, b* j, o i j, o -> b* o", reduction=Reduction.SUM, product=Product(bias=3)),
+    Op("addmv", kind=CostKind.LINEAR, product=Product(_added_product_flops), backward=Backward(added_product_operands)),
     Op(
-        "_grouped_mm", "!m k, !e k n, !e -> !m n", contracts=True, kind=CostKind.LINEAR, flops=_product_flops, has_many_strategies=True,
-        saves_for_backward=product_operands,
+        "_grouped_mm", "!m k, !e k n, !e -> !m n", reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
+        backward=Backward(product_operands),
     ),
     Op("addbmm linalg_vecdot", autocast=AutocastPolicy.LOW_PRECISION),
     Op("cdist", "b* n !d, b* m !d -> b* n m", autocast=AutocastPolicy.FLOAT32),

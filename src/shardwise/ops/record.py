@@ -1,7 +1,7 @@
 """The record of an operator: its sharding rule, memory format, backward behavior, randomness, cost and lowering.
 
-Planner, cost model, lowering and checks read these fields and nothing else. A field that a record leaves out has the default that fits most
-operators: no rule (the operator is replicated), elementwise, not random, inputs saved for backward.
+Planner, cost model, lowering and checks read these fields and nothing else, grouped by what they are about. A field that a record leaves
+out has the default that fits most operators: no rule (the operator is replicated), elementwise, not random, inputs saved for backward.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 from shardwise.ops.operator import Operator, Tensor
 from shardwise.ops.rule import FusedLabel, Rule
-from shardwise.ops.saved_tensors import SavedRule, float_inputs
+from shardwise.ops.saved_tensors import SavedRule, float_inputs, integer_inputs
 from shardwise.ops.sliding_window import Window
 from shardwise.ops.vocabulary import (
     AutocastPolicy,
     CostKind,
-    ExpertStage,
-    Extreme,
     GradientMemory,
     Linearity,
     LoweringKind,
     MaskPredicate,
     MatmulKind,
+    Reduction,
     ViewKind,
 )
 
@@ -79,74 +78,122 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A product or look-up. `flops`: FLOPs of a call. `kind`: its operands. `weight`: how its weight gradient is computed separately.
+    `bias`: position of the operand that is added once, after the sum. `sparse_at`: position of the flag for a sparse gradient.
+    `contiguous_operands`: number of leading operands that are made contiguous."""
+
+    flops: Callable[[Operator, Tensors], float] | None = None
+    kind: MatmulKind = MatmulKind.NONE
+    weight: WeightGradient | None = None
+    bias: int | None = None
+    sparse_at: int | None = None
+    contiguous_operands: int = 0
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.kind == MatmulKind.LOOKUP
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view or rearrangement. `permutation`: the input dimension of each output dimension, by the number of dimensions.
+    `mixes_positions`: along a dimension that keeps its meaning. `concatenates`: several tensors."""
+
+    kind: ViewKind = ViewKind.NONE
+    permutation: Callable[[Operator, int], list[int]] | None = None
+    mixes_positions: bool = False
+    concatenates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Values of the output. `shape_at`, `fill_at`: positions of its shape and of its fill value; `fill`: the latter, where it is a
+    constant. `reads_values`: it depends on values, not only on shapes. `sample_invariant`: it is equal for every sample, or random. `mask`:
+    predicate of positions that it is. `is_probability`: weights that sum to one."""
+
+    shape_at: int | None = None
+    fill_at: int | None = None
+    fill: float | None = None
+    reads_values: bool = True
+    sample_invariant: bool = False
+    mask: MaskPredicate = MaskPredicate.NONE
+    is_probability: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraw:
+    """A draw of random numbers, by all calls or some. `shape`: of the draw, where it is not the output's. `is_identity`: whether a call
+    returns its input unchanged."""
+
+    is_active: bool | Callable[[Operator], bool] = False
+    shape: Callable[[Operator, Tensors], Shape] | None = None
+    is_identity: Callable[[Operator], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStatistics:
+    """Running statistics. `positions`: theirs, and of the training flag. `over_samples`: they are taken over samples."""
+
+    positions: tuple[int, int, int] | None = None
+    over_samples: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """What backward needs and computes. `saved`: tensors saved for it. `gradient`: memory of an operand's gradient. `num_differentiable`:
+    number of leading inputs that get a gradient (None: all); `non_differentiable_at`: positions of tensors that torch does not
+    differentiate. `temporaries`: other temporaries, in sizes of the first operand. `transpose_copies`: copies where gradient and saved
+    tensor differ in dimension order, in output sizes. `conjugates_saved`: it conjugates its saved complex tensors. `saves_normalized`: on
+    CPUs, a normalized copy as large as the output is saved. `saves_log_softmax`: forward contains a softmax whose logarithms are written
+    and saved. `gradient_dim_order`: dimension order of each operand's gradient."""
+
+    saved: SavedRule = float_inputs
+    gradient: GradientMemory = GradientMemory.NONE
+    num_differentiable: int | None = None
+    non_differentiable_at: tuple[int, ...] = ()
+    temporaries: float = 0.0
+    transpose_copies: float = 0.0
+    conjugates_saved: bool = False
+    saves_normalized: bool = False
+    saves_log_softmax: bool = False
+    gradient_dim_order: Callable[[Operator], tuple[tuple[int, ...], ...]] | None = None
+
+
+SAVES_INTEGERS = Backward(integer_inputs)
+ALIASES_GRADIENT = Backward(gradient=GradientMemory.ALIAS)
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
-    """The record of all operators in `names` (torch's, without overload, separated by spaces)."""
+    """The record of all operators in `names` (without overload, separated by spaces; torch's, or "shardwise.name")."""
 
     names: str
     # Factor rule: lines of notation (`shardwise.ops.rule`), of which the first that fits applies, or a function of the call;
     # `adjust` changes the parsed rule by the arguments of a call.
     rule: str | tuple[str, ...] | RuleOfShapes | RuleOfTensors | None = None
     adjust: Callable[[Operator, Rule, list[Shape]], Rule | None] | None = None
-    namespace: str = "aten"
     # Labels of fused dimensions: consecutive runs, each of which is sharded separately (`shardwise.ops.rule.FusedLabel`).
     along: Callable[[Operator, list[Shape], list[Shape]], tuple[FusedLabel, ...]] | None = None
-
-    view_kind: ViewKind = ViewKind.NONE
-    # Of a permutation: the input dimension of each output dimension, by the number of dimensions.
-    permutation: Callable[[Operator, int], list[int]] | None = None
-    mixes_positions: bool = False  # mixes positions along a dimension that keeps its meaning
-    concatenates: bool = False  # concatenates tensors
-    reads_values: bool = True  # reads values, not only the shape
-    sample_invariant: bool = False  # the output is equal for every sample, or random
-    shape_at: int | None = None  # position of the output's shape
-    fill_at: int | None = None  # position of the fill value
-    fill: float | None = None  # the fill value, where it is a constant
-    is_random: bool | Callable[[Operator], bool] = False  # draws random numbers
-    drawn_shape: Callable[[Operator, Tensors], Shape] | None = None  # shape of the draw, where it is not the output's
-    is_identity: Callable[[Operator], bool] | None = None  # whether a call returns its input unchanged
-    statistics: tuple[int, int, int] | None = None  # positions of the running statistics and of the training flag
-    over_samples: bool = False  # statistics are taken over samples
-    windows: Windows | None = None  # sliding windows along positions
-
-    mask_predicate: MaskPredicate = MaskPredicate.NONE
-
-    # Contracted labels are summed: sharding one leaves partial sums.
-    contracts: bool = False
     linear: Linearity | LinearInputs = Linearity.NONE
-    bias: int | None = None  # position of the operand that is added once, after the sum
-    extreme: Extreme = Extreme.NONE
-    is_loss: bool = False
-    over_classes: bool = False  # classes are in dimension 1; the mean is over targets that count
-
-    num_differentiable: int | None = None  # number of leading inputs that get a gradient; None: all
-    non_differentiable_at: tuple[int, ...] = ()  # positions of tensors that torch does not differentiate
-    lowering: LoweringKind = LoweringKind.NONE
-    allows_fewer_heads: bool = False  # later operands may have fewer entries of a label, as keys of grouped heads
-    weight: WeightGradient | None = None  # how its weight gradient is computed separately
-    sparse_at: int | None = None  # position of the flag for a sparse gradient
-
+    reduction: Reduction = Reduction.NONE
     kind: CostKind = CostKind.ELEMENTWISE
-    flops: Callable[[Operator, Tensors], float] | None = None  # FLOPs of a product
-    product: MatmulKind = MatmulKind.NONE
-    expert_rows: ExpertStage = ExpertStage.NONE
-    is_lookup: bool = False  # looks up rows of a weight
-    outputs_probabilities: bool = False  # outputs weights that sum to one
-    fuses_softmax: bool = False  # contains a softmax whose logarithms are written and saved
-    has_many_strategies: bool = False  # has more sharding strategies than propagation considers
+    product: Product = Product()
+    view: View = View()
+    output: Output = Output()
+    draw: RandomDraw = RandomDraw()
+    windows: Windows | None = None
+    statistics: RunningStatistics = RunningStatistics()
     recurrence: Recurrence | None = None
-
-    saves_for_backward: SavedRule = float_inputs  # tensors saved for backward
-    saves_normalized: bool = False  # on CPUs: saves a normalized copy as large as the output
-    gradient: GradientMemory = GradientMemory.NONE  # memory of an operand's gradient
-    backward_temporaries: float = 0.0  # other temporaries of backward, in sizes of the first operand
-    conjugates_saved: bool = False  # backward conjugates its saved complex tensors
-    transpose_copies: float = 0.0  # copies where gradient and saved tensor differ in dimension order, in output sizes
-    contiguous_operands: int = 0  # number of leading operands that are made contiguous
-    # Dimension order of each operand's gradient.
-    gradient_dim_order: Callable[[Operator], tuple[tuple[int, ...], ...]] | None = None
-
+    backward: Backward = Backward()
+    lowering: LoweringKind = LoweringKind.NONE
     autocast: AutocastPolicy = AutocastPolicy.NONE
-    dtype_from: int | None = None  # under autocast, the operand whose dtype the output has
+
+    @property
+    def expert_stage(self) -> LoweringKind:
+        """Return the lowering of an operator on data-dependent rows of experts, see `shardwise.ops.experts`; NONE for others."""
+        stages = (LoweringKind.EXPERT_DISPATCH, LoweringKind.EXPERT_MATMUL, LoweringKind.EXPERT_COMBINE)
+        return self.lowering if self.lowering in stages else LoweringKind.NONE
 
     @property
     def over_steps(self) -> bool:

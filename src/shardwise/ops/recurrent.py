@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from math import prod
 
 from shardwise.ops.operator import Operator
-from shardwise.ops.record import Op, Recurrence, RuleOfShapes, Shape, Tensors
+from shardwise.ops.record import Backward, Op, Product, RandomDraw, Recurrence, RuleOfShapes, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, FusedLabel, Labels, Rule
 from shardwise.ops.saved_tensors import Saved, SavedRule
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
@@ -113,19 +113,19 @@ def _has_dropout(op: Operator) -> bool:
 
 def _layer_record(names: str, states: int, gates: int, single: float = 0.0) -> Op:
     return Op(
-        names, _layers_rule(states), along=_hidden_unit_labels(states, gates, False), lowering=LoweringKind.HIDDEN_UNITS,
-        is_random=_has_dropout, kind=CostKind.RECURRENT, flops=_recurrent_flops(0), recurrence=Recurrence(states, serial_fraction=single),
-        saves_for_backward=_saved_steps, autocast=AutocastPolicy.LOW_PRECISION,
+        names, _layers_rule(states), along=_hidden_unit_labels(states, gates, False), kind=CostKind.RECURRENT,
+        product=Product(_recurrent_flops(0)), draw=RandomDraw(_has_dropout), recurrence=Recurrence(states, serial_fraction=single),
+        backward=Backward(_saved_steps), lowering=LoweringKind.HIDDEN_UNITS, autocast=AutocastPolicy.LOW_PRECISION,
     )  # fmt: skip
 
 
 def _cell_record(names: str, states: int, gates: int = 0, runs: int = 1) -> Op:
     # Products inside a cell are narrow under autocast, so the output has the dtype of the state.
     return Op(
-        names, _cell_rule(states), along=_hidden_unit_labels(states, runs, True), lowering=LoweringKind.HIDDEN_UNITS,
-        kind=CostKind.RECURRENT, flops=_recurrent_flops(states), recurrence=Recurrence(states, is_cell=True),
-        saves_for_backward=_saved_gates(states, gates), dtype_from=states if gates else None,
-        autocast=AutocastPolicy.NONE if gates else AutocastPolicy.LOW_PRECISION_OUTPUT,
+        names, _cell_rule(states), along=_hidden_unit_labels(states, runs, True), kind=CostKind.RECURRENT,
+        product=Product(_recurrent_flops(states)), recurrence=Recurrence(states, is_cell=True),
+        backward=Backward(_saved_gates(states, gates)), lowering=LoweringKind.HIDDEN_UNITS,
+        autocast=AutocastPolicy.LAST_STATE if gates else AutocastPolicy.LOW_PRECISION_OUTPUT,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwise.ops.operator import Operator
 from shardwise.ops.pointwise import elementwise_rule_of_shapes
-from shardwise.ops.record import Op, RuleOfShapes, RuleOfTensors, Shape, Tensors
-from shardwise.ops.rule import BLOCKED, Rule
+from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, Output, RuleOfShapes, RuleOfTensors, Shape, Tensors, View
+from shardwise.ops.rule import BLOCKED, Rule, shardable_labels
 from shardwise.ops.saved_tensors import (
     chosen_indices,
     first_output,
@@ -14,7 +14,7 @@ from shardwise.ops.saved_tensors import (
     integer_inputs,
     source_and_indices,
 )
-from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Extreme, GradientMemory, Linearity
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, Reduction
 
 
 def reduced_dims(op: Operator, position: int, rank: int) -> list[int] | None:
@@ -89,7 +89,7 @@ def _running_sum_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule
     dims = reduced_dims(op, 1, len(ins[0]))
     if dims is None:
         return None
-    labels = tuple(f"d{i}" if n > 1 else BLOCKED for i, n in enumerate(ins[0]))
+    labels = shardable_labels(ins[0])
     return Rule((labels,), (labels,), {labels[i]: "running" for i in dims if labels[i]})
 
 
@@ -104,53 +104,50 @@ def _renorm_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
 
 OPS = (
     Op(
-        "sum", _reduction_rule("sum"), contracts=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
-        gradient=GradientMemory.ALIAS,
+        "sum", _reduction_rule("sum"), linear=Linearity.JOINT, reduction=Reduction.SUM,
+        backward=Backward(integer_inputs, GradientMemory.ALIAS),
     ),
-    Op("mean", _reduction_rule("mean"), contracts=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
-    Op("nansum count_nonzero", _reduction_rule("sum"), contracts=True),
-    Op("amax", _reduction_rule("extreme"), extreme=Extreme.MAX, saves_for_backward=inputs_and_output, backward_temporaries=1.3),
-    Op("amin", _reduction_rule("extreme"), extreme=Extreme.MIN, saves_for_backward=inputs_and_output, backward_temporaries=1.3),
-    Op("max", _reduction_rule("whole"), extreme=Extreme.MAX, saves_for_backward=chosen_indices),
-    Op("min", _reduction_rule("whole"), extreme=Extreme.MIN, saves_for_backward=chosen_indices),
-    Op("median nanmedian mode", _reduction_rule(), saves_for_backward=chosen_indices),
+    Op("mean", _reduction_rule("mean"), linear=Linearity.JOINT, reduction=Reduction.SUM, backward=SAVES_INTEGERS),
+    Op("nansum count_nonzero", _reduction_rule("sum"), reduction=Reduction.SUM),
+    Op("amax", _reduction_rule("extreme"), reduction=Reduction.MAX, backward=Backward(inputs_and_output, temporaries=1.3)),
+    Op("amin", _reduction_rule("extreme"), reduction=Reduction.MIN, backward=Backward(inputs_and_output, temporaries=1.3)),
+    Op("max", _reduction_rule("whole"), reduction=Reduction.MAX, backward=Backward(chosen_indices)),
+    Op("min", _reduction_rule("whole"), reduction=Reduction.MIN, backward=Backward(chosen_indices)),
+    Op("median nanmedian mode", _reduction_rule(), backward=Backward(chosen_indices)),
     Op("any all argmax argmin var std var_mean std_mean nanmean aminmax", _reduction_rule()),
-    Op("prod", _reduction_rule(), saves_for_backward=inputs_and_output, autocast=AutocastPolicy.FLOAT32),
-    Op("norm linalg_vector_norm", _reduction_rule(position=2), saves_for_backward=inputs_and_output),
+    Op("prod", _reduction_rule(), backward=Backward(inputs_and_output), autocast=AutocastPolicy.FLOAT32),
+    Op("norm linalg_vector_norm", _reduction_rule(position=2), backward=Backward(inputs_and_output)),
     Op("quantile nanquantile", _reduction_rule(position=2, is_elementwise_of_two=False), autocast=AutocastPolicy.FLOAT32),
     Op("renorm", _renorm_rule),
-    Op("msort", saves_for_backward=chosen_indices),
-    Op("trapezoid", saves_for_backward=integer_inputs),
+    Op("msort", backward=Backward(chosen_indices)),
+    Op("trapezoid", backward=SAVES_INTEGERS),
     Op("trace", autocast=AutocastPolicy.FLOAT32),
     Op(
-        "softmax _softmax", rule_along_dims(), kind=CostKind.SOFTMAX, outputs_probabilities=True, saves_for_backward=first_output,
-        transpose_copies=1.0,
+        "softmax _softmax", rule_along_dims(), kind=CostKind.SOFTMAX, output=Output(is_probability=True),
+        backward=Backward(first_output, transpose_copies=1.0),
     ),
-    Op("log_softmax", rule_along_dims(), kind=CostKind.SOFTMAX, saves_for_backward=first_output, transpose_copies=1.0),
-    Op("_log_softmax", rule_along_dims(), kind=CostKind.SOFTMAX, saves_for_backward=first_output),
-    Op("_safe_softmax", kind=CostKind.SOFTMAX, outputs_probabilities=True, saves_for_backward=first_output),
+    Op("log_softmax", rule_along_dims(), kind=CostKind.SOFTMAX, backward=Backward(first_output, transpose_copies=1.0)),
+    Op("_log_softmax", rule_along_dims(), kind=CostKind.SOFTMAX, backward=Backward(first_output)),
+    Op("_safe_softmax", kind=CostKind.SOFTMAX, output=Output(is_probability=True), backward=Backward(first_output)),
     Op("_softmax_backward_data _log_softmax_backward_data", rule_along_dims(2)),
-    Op("logsumexp", rule_along_dims(removes_dims=True), kind=CostKind.SOFTMAX, saves_for_backward=inputs_and_output),
-    Op("logcumsumexp", rule_along_dims(), saves_for_backward=inputs_and_output),
-    Op("cumsum", _running_sum_rule, saves_for_backward=integer_inputs, backward_temporaries=2.0),
-    Op("cumprod", rule_along_dims(), saves_for_backward=inputs_and_output, backward_temporaries=3.2),
-    Op("cummax cummin", rule_along_dims(), saves_for_backward=chosen_indices),
-    Op("flip", rule_along_dims(), mixes_positions=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
-    Op("roll", rule_along_dims(2), mixes_positions=True, saves_for_backward=integer_inputs),
-    Op("diff", rule_along_dims(2), saves_for_backward=integer_inputs),
+    Op("logsumexp", rule_along_dims(removes_dims=True), kind=CostKind.SOFTMAX, backward=Backward(inputs_and_output)),
+    Op("logcumsumexp", rule_along_dims(), backward=Backward(inputs_and_output)),
+    Op("cumsum", _running_sum_rule, backward=Backward(integer_inputs, temporaries=2.0)),
+    Op("cumprod", rule_along_dims(), backward=Backward(inputs_and_output, temporaries=3.2)),
+    Op("cummax cummin", rule_along_dims(), backward=Backward(chosen_indices)),
+    Op("flip", rule_along_dims(), linear=Linearity.JOINT, view=View(mixes_positions=True), backward=SAVES_INTEGERS),
+    Op("roll", rule_along_dims(2), view=View(mixes_positions=True), backward=SAVES_INTEGERS),
+    Op("diff", rule_along_dims(2), backward=SAVES_INTEGERS),
     Op("rot90 cross linalg_cross", rule_along_dims(2)),
-    Op("topk", rule_along_dims(2, defaults_to_last=True), saves_for_backward=chosen_indices, has_many_strategies=True),
-    Op("kthvalue", rule_along_dims(2, defaults_to_last=True, removes_dims=True), saves_for_backward=chosen_indices),
-    Op("sort", rule_along_dims(defaults_to_last=True), saves_for_backward=chosen_indices),
+    Op("topk", rule_along_dims(2, defaults_to_last=True), backward=Backward(chosen_indices)),
+    Op("kthvalue", rule_along_dims(2, defaults_to_last=True, removes_dims=True), backward=Backward(chosen_indices)),
+    Op("sort", rule_along_dims(defaults_to_last=True), backward=Backward(chosen_indices)),
     Op("argsort glu", rule_along_dims(defaults_to_last=True)),
-    Op("fft_fftshift fft_ifftshift", rule_along_dims(), saves_for_backward=integer_inputs),
-    Op("scatter scatter_add", rule_along_dims(), saves_for_backward=integer_inputs),
+    Op("fft_fftshift fft_ifftshift", rule_along_dims(), backward=SAVES_INTEGERS),
+    Op("scatter scatter_add", rule_along_dims(), backward=SAVES_INTEGERS),
     Op("scatter_reduce", rule_along_dims()),
-    Op(
-        "gather take_along_dim", rule_along_dims(), kind=CostKind.GATHER, saves_for_backward=source_and_indices,
-        gradient=GradientMemory.SCATTER_ADD,
-    ),
-    Op("index_select", rule_along_dims(allows_other_ranks=True), kind=CostKind.GATHER, saves_for_backward=integer_inputs),
-    Op("index_add", rule_along_dims(allows_other_ranks=True), saves_for_backward=inputs_after_first),
+    Op("gather take_along_dim", rule_along_dims(), kind=CostKind.GATHER, backward=Backward(source_and_indices, GradientMemory.SCATTER_ADD)),
+    Op("index_select", rule_along_dims(allows_other_ranks=True), kind=CostKind.GATHER, backward=SAVES_INTEGERS),
+    Op("index_add", rule_along_dims(allows_other_ranks=True), backward=Backward(inputs_after_first)),
     Op("index_copy index_fill", rule_along_dims(allows_other_ranks=True)),
 )  # fmt: skip

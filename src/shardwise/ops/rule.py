@@ -182,6 +182,12 @@ def shardable_labels(shape: tuple[int, ...], blocked: Container[int] = ()) -> La
     return tuple(f"d{i}" if size > 1 and i not in blocked else BLOCKED for i, size in enumerate(shape))
 
 
+def broadcast_labels(labels: Sequence[str], full: tuple[int, ...], shape: tuple[int, ...]) -> Labels:
+    """Return labels of a tensor that is broadcast to shape `full`, which has these labels."""
+    extra = len(full) - len(shape)
+    return tuple(labels[i + extra] if n == full[i + extra] else BLOCKED for i, n in enumerate(shape))
+
+
 def leading_labels(shape: tuple[int, ...], count: int) -> Labels:
     """Return labels of the first `count` dimensions; the others are not sharded."""
     return shardable_labels(shape, range(count, len(shape)))

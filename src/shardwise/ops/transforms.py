@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from shardwise.ops.operator import Operator
-from shardwise.ops.record import Op, Shape, Tensors
+from shardwise.ops.record import SAVES_INTEGERS, Backward, Op, Shape, Tensors
 from shardwise.ops.rule import BLOCKED, Rule, leading_labels, shardable_labels
 from shardwise.ops.saved_tensors import Saved, all_inputs, inputs_and_output, integer_inputs
 from shardwise.ops.vocabulary import AutocastPolicy, GradientMemory, Linearity
@@ -113,20 +113,20 @@ OPS = (
         """,
         autocast=AutocastPolicy.FLOAT32,
     ),
-    Op("linalg_norm linalg_matrix_norm", _matrix_norm_rule, saves_for_backward=inputs_and_output),
+    Op("linalg_norm linalg_matrix_norm", _matrix_norm_rule, backward=Backward(inputs_and_output)),
     Op("cosine_similarity pairwise_distance", _pairwise_rule),
     Op("stft", _stft_rule, autocast=AutocastPolicy.FLOAT32),
     Op("istft", _stft_rule),
     Op(
-        "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn", _fft_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
-        gradient=GradientMemory.SPECTRUM, autocast=AutocastPolicy.FLOAT32,
+        "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn", _fft_rule, linear=Linearity.JOINT,
+        backward=Backward(integer_inputs, GradientMemory.SPECTRUM), autocast=AutocastPolicy.FLOAT32,
     ),
     Op(
-        "fft_rfft fft_ihfft", _fft_rule, linear=Linearity.JOINT, saves_for_backward=_saved_padded, gradient=GradientMemory.PADDED_SPECTRUM,
+        "fft_rfft fft_ihfft", _fft_rule, linear=Linearity.JOINT, backward=Backward(_saved_padded, GradientMemory.PADDED_SPECTRUM),
         autocast=AutocastPolicy.FLOAT32,
     ),
     Op(
-        "fft_hfft fft_irfft fft_irfft2 fft_irfftn", _fft_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs,
+        "fft_hfft fft_irfft fft_irfft2 fft_irfftn", _fft_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS,
         autocast=AutocastPolicy.FLOAT32,
     ),
     Op("fft_rfft2 fft_rfftn", _fft_rule, linear=Linearity.JOINT, autocast=AutocastPolicy.FLOAT32),

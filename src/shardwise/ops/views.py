@@ -7,12 +7,10 @@ from itertools import accumulate
 from math import prod
 
 from shardwise.ops.operator import Operator
-from shardwise.ops.record import Op
-from shardwise.ops.rule import BLOCKED, FusedLabel, LabelRanges, Labels, Rule, leading_labels, shardable_labels
+from shardwise.ops.record import ALIASES_GRADIENT, SAVES_INTEGERS, Backward, Op, Output, Shape, View
+from shardwise.ops.rule import BLOCKED, FusedLabel, LabelRanges, Labels, Rule, broadcast_labels, leading_labels, shardable_labels
 from shardwise.ops.saved_tensors import integer_inputs
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, GradientMemory, Linearity, LoweringKind, ViewKind
-
-Shape = tuple[int, ...]
 
 
 def _reshape_groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
@@ -88,34 +86,21 @@ def _movedim_order(op: Operator, rank: int) -> list[int]:
 
 
 def _expand_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    extra = len(outs[0]) - len(ins[0])
-    out = [f"d{i}" if size > 1 else BLOCKED for i, size in enumerate(outs[0])]
-    source = tuple(out[i + extra] if ins[0][i] == outs[0][i + extra] else BLOCKED for i in range(len(ins[0])))
-    return Rule((source, *([None] * (len(ins) - 1))), (tuple(out),))
+    out = shardable_labels(outs[0])
+    return Rule((broadcast_labels(out, outs[0], ins[0]), *([None] * (len(ins) - 1))), (out,))
 
 
 def _slice_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim_argument(op, 1, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    if ins[0][dim] != outs[0][dim]:
-        labels[dim] = BLOCKED
-    return Rule((tuple(labels),), (tuple(labels),))
-
-
-def _select_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
-    dim = _dim_argument(op, 1, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    labels[dim] = BLOCKED
-    return Rule((tuple(labels),), (tuple(labels[:dim] + labels[dim + 1 :]),))
+    labels = shardable_labels(ins[0], (dim,) if ins[0][dim] != outs[0][dim] else ())
+    return Rule((labels,), (labels,))
 
 
 def _slice_scatter_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     """Return the rule of slice_scatter and select_scatter: args (x, source, dim, ...)."""
     dim = _dim_argument(op, 2, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    labels[dim] = BLOCKED
-    source = tuple(labels) if len(ins[1]) == len(ins[0]) else tuple(labels[:dim] + labels[dim + 1 :])
-    return Rule((tuple(labels), source), (tuple(labels),))
+    labels = shardable_labels(ins[0], (dim,))
+    return Rule((labels, labels if len(ins[1]) == len(ins[0]) else labels[:dim] + labels[dim + 1 :]), (labels,))
 
 
 def _cat_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -126,8 +111,8 @@ def _cat_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
 
 def _stack_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     dim = _dim_argument(op, 1, 0, len(outs[0]))
-    labels = list(shardable_labels(ins[0]))
-    return Rule(tuple(tuple(labels) for _ in ins), ((*labels[:dim], BLOCKED, *labels[dim:]),))
+    labels = shardable_labels(ins[0])
+    return Rule(tuple(labels for _ in ins), ((*labels[:dim], BLOCKED, *labels[dim:]),))
 
 
 def _split_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -136,11 +121,11 @@ def _split_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
     return Rule((labels,), tuple(labels for _ in outs))
 
 
-def _unbind_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+def _select_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
+    """Return the rule of `select`, and of `unbind`, which selects each entry of a dimension."""
     dim = _dim_argument(op, 1, 0, len(ins[0]))
-    labels = list(shardable_labels(ins[0]))
-    labels[dim] = BLOCKED
-    return Rule((tuple(labels),), tuple(tuple(labels[:dim] + labels[dim + 1 :]) for _ in outs))
+    labels = shardable_labels(ins[0], (dim,))
+    return Rule((labels,), tuple(labels[:dim] + labels[dim + 1 :] for _ in outs))
 
 
 def _repeat_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule:
@@ -244,76 +229,66 @@ def _inner_labels(op: Operator, ins: list[Shape], outs: list[Shape]) -> tuple[Fu
     return tuple(along)
 
 
+def _permutation_record(names: str, order: Callable[[Operator, int], list[int]]) -> Op:
+    return Op(
+        names, _permute_rule(order), linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(permutation=order), backward=ALIASES_GRADIENT,
+    )  # fmt: skip
+
+
 OPS = (
     Op(
-        "view reshape _unsafe_view", _reshape_rule, along=_inner_labels, kind=CostKind.VIEW, view_kind=ViewKind.RESHAPE, shape_at=1,
-        linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
+        "view reshape _unsafe_view", _reshape_rule, along=_inner_labels, linear=Linearity.JOINT, kind=CostKind.VIEW,
+        view=View(ViewKind.RESHAPE), output=Output(shape_at=1), backward=ALIASES_GRADIENT,
     ),
     Op(
-        "flatten ravel unflatten squeeze unsqueeze", _reshape_rule, along=_inner_labels, kind=CostKind.VIEW, view_kind=ViewKind.RESHAPE,
-        linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
+        "flatten ravel unflatten squeeze unsqueeze", _reshape_rule, along=_inner_labels, linear=Linearity.JOINT, kind=CostKind.VIEW,
+        view=View(ViewKind.RESHAPE), backward=ALIASES_GRADIENT,
     ),
     Op(
-        "view_as", _reshape_rule, along=_inner_labels, kind=CostKind.VIEW, view_kind=ViewKind.RESHAPE, linear=Linearity.JOINT,
-        gradient=GradientMemory.ALIAS, num_differentiable=1,
+        "view_as", _reshape_rule, along=_inner_labels, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.RESHAPE),
+        backward=Backward(gradient=GradientMemory.ALIAS, num_differentiable=1),
     ),
     Op(
-        "reshape_as", _reshape_rule, view_kind=ViewKind.RESHAPE, linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
-        num_differentiable=1,
+        "reshape_as", _reshape_rule, linear=Linearity.JOINT, view=View(ViewKind.RESHAPE),
+        backward=Backward(gradient=GradientMemory.ALIAS, num_differentiable=1),
     ),
     Op("atleast_1d atleast_2d atleast_3d", _reshape_rule, linear=Linearity.JOINT),
-    Op(
-        "transpose swapaxes swapdims", _permute_rule(_transpose_order), kind=CostKind.VIEW, permutation=_transpose_order,
-        linear=Linearity.JOINT, gradient=GradientMemory.ALIAS,
-    ),
-    Op(
-        "permute", _permute_rule(_permute_order), kind=CostKind.VIEW, permutation=_permute_order, linear=Linearity.JOINT,
-        gradient=GradientMemory.ALIAS,
-    ),
-    Op(
-        "movedim moveaxis", _permute_rule(_movedim_order), kind=CostKind.VIEW, permutation=_movedim_order, linear=Linearity.JOINT,
-        gradient=GradientMemory.ALIAS,
-    ),
-    Op(
-        "t numpy_T", _permute_rule(_reversed_order), kind=CostKind.VIEW, permutation=_reversed_order, linear=Linearity.JOINT,
-        gradient=GradientMemory.ALIAS,
-    ),
+    _permutation_record("transpose swapaxes swapdims", _transpose_order),
+    _permutation_record("permute", _permute_order),
+    _permutation_record("movedim moveaxis", _movedim_order),
+    _permutation_record("t numpy_T", _reversed_order),
     Op("matrix_H", _permute_rule(_reversed_order), linear=Linearity.JOINT),
-    Op(
-        "mT", _permute_rule(_last_two_order), kind=CostKind.VIEW, permutation=_last_two_order, linear=Linearity.JOINT,
-        gradient=GradientMemory.ALIAS,
-    ),
+    _permutation_record("mT", _last_two_order),
     Op("mH adjoint", _permute_rule(_last_two_order), linear=Linearity.JOINT),
-    Op("expand", _expand_rule, kind=CostKind.VIEW, view_kind=ViewKind.EXPAND, shape_at=1, linear=Linearity.JOINT),
-    Op("expand_as", _expand_rule, kind=CostKind.VIEW, view_kind=ViewKind.EXPAND, linear=Linearity.JOINT, num_differentiable=1),
-    Op("broadcast_to", _expand_rule, kind=CostKind.VIEW, view_kind=ViewKind.EXPAND, linear=Linearity.JOINT),
+    Op("expand", _expand_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.EXPAND), output=Output(shape_at=1)),
     Op(
-        "slice narrow", _slice_rule, along=_slice_labels, lowering=LoweringKind.SLICE, kind=CostKind.VIEW, view_kind=ViewKind.SLICE,
-        mixes_positions=True, linear=Linearity.JOINT,
+        "expand_as", _expand_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.EXPAND),
+        backward=Backward(num_differentiable=1),
+    ),
+    Op("broadcast_to", _expand_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.EXPAND)),
+    Op(
+        "slice narrow", _slice_rule, along=_slice_labels, linear=Linearity.JOINT, kind=CostKind.VIEW,
+        view=View(ViewKind.SLICE, mixes_positions=True), lowering=LoweringKind.SLICE,
     ),
     Op("narrow_copy", _slice_rule, linear=Linearity.JOINT),
-    Op("select", _select_rule, along=_select_labels, kind=CostKind.VIEW, view_kind=ViewKind.SLICE, linear=Linearity.JOINT),
+    Op("select unbind", _select_rule, along=_select_labels, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.SLICE)),
     Op(
-        "split split_with_sizes chunk tensor_split", _split_rule, along=_split_labels, lowering=LoweringKind.SLICE, kind=CostKind.VIEW,
-        view_kind=ViewKind.SLICE, linear=Linearity.JOINT,
+        "split split_with_sizes chunk tensor_split", _split_rule, along=_split_labels, linear=Linearity.JOINT, kind=CostKind.VIEW,
+        view=View(ViewKind.SLICE), lowering=LoweringKind.SLICE,
     ),
-    Op("unbind", _unbind_rule, along=_select_labels, kind=CostKind.VIEW, view_kind=ViewKind.SLICE, linear=Linearity.JOINT),
+    Op("slice_scatter select_scatter", _slice_scatter_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS, lowering=LoweringKind.SCATTER),
     Op(
-        "slice_scatter select_scatter", _slice_scatter_rule, lowering=LoweringKind.SCATTER, linear=Linearity.JOINT,
-        saves_for_backward=integer_inputs,
+        "cat concat concatenate", _cat_rule, linear=Linearity.JOINT, view=View(mixes_positions=True, concatenates=True),
+        backward=Backward(integer_inputs, GradientMemory.ALIAS),
     ),
-    Op(
-        "cat concat concatenate", _cat_rule, concatenates=True, mixes_positions=True, linear=Linearity.JOINT,
-        saves_for_backward=integer_inputs, gradient=GradientMemory.ALIAS,
-    ),
-    Op("stack", _stack_rule, concatenates=True, linear=Linearity.JOINT, saves_for_backward=integer_inputs, gradient=GradientMemory.ALIAS),
-    Op("repeat", _repeat_rule, view_kind=ViewKind.REPEAT, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
-    Op("tile", _repeat_rule, view_kind=ViewKind.REPEAT, linear=Linearity.JOINT),
-    Op("repeat_interleave", _repeat_interleave_rule, linear=Linearity.JOINT, saves_for_backward=integer_inputs),
+    Op("stack", _stack_rule, linear=Linearity.JOINT, view=View(concatenates=True), backward=Backward(integer_inputs, GradientMemory.ALIAS)),
+    Op("repeat", _repeat_rule, linear=Linearity.JOINT, view=View(ViewKind.REPEAT), backward=SAVES_INTEGERS),
+    Op("tile", _repeat_rule, linear=Linearity.JOINT, view=View(ViewKind.REPEAT)),
+    Op("repeat_interleave", _repeat_interleave_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS),
     Op("unfold", _unfold_rule, kind=CostKind.VIEW),
     Op("diagonal", _diagonal_rule, kind=CostKind.VIEW),
     Op("diag_embed", _diag_embed_rule),
     Op("meshgrid", _meshgrid_rule, kind=CostKind.VIEW, autocast=AutocastPolicy.PER_OPERAND),
-    Op("identity", kind=CostKind.VIEW, view_kind=ViewKind.ALIAS, gradient=GradientMemory.ALIAS),
+    Op("identity", kind=CostKind.VIEW, view=View(ViewKind.ALIAS), backward=ALIASES_GRADIENT),
     Op("as_strided", lowering=LoweringKind.CONTIGUOUS),
 )  # fmt: skip

@@ -54,6 +54,7 @@ class AutocastPolicy(StrEnum):
     FLOAT32 = "float32"  # operands are cast to float32
     FIRST_OPERAND = "first_operand"  # the output has the dtype of the first operand
     PER_OPERAND = "per_operand"  # each output has the dtype of its operand
+    LAST_STATE = "last_state"  # the output has the dtype of a recurrence's last state
     LOW_PRECISION_OUTPUT = "low_precision_output"  # the output is in bfloat16
 
 
@@ -65,15 +66,7 @@ class MatmulKind(StrEnum):
     WEIGHT = "weight"  # activations and another weight
     BATCHED = "batched"
     GROUPED = "grouped"  # rows of each expert and its weight
-
-
-class ExpertStage(StrEnum):
-    """Where an operator is among those on data-dependent rows of experts, see `shardwise.ops.experts`."""
-
-    NONE = ""
-    DISPATCH = "dispatch"
-    INSIDE = "inside"
-    COMBINE = "combine"
+    LOOKUP = "lookup"  # indices of rows of a weight
 
 
 class GradientMemory(StrEnum):
@@ -101,12 +94,23 @@ class MaskPredicate(StrEnum):
     LOWER_TRIANGLE = "lower_triangle"
 
 
-class Extreme(StrEnum):
-    """The element to which an operator reduces."""
+class Reduction(StrEnum):
+    """How an operator reduces contracted labels."""
 
     NONE = ""
+    SUM = "sum"  # sharding one leaves partial sums
+    LOSS = "loss"  # likewise; the operator is a loss
+    CLASS_LOSS = "class_loss"  # likewise; classes are in dimension 1, and the mean is over targets that count
     MAX = "max"
     MIN = "min"
+
+    @property
+    def is_sum(self) -> bool:
+        return self in (Reduction.SUM, Reduction.LOSS, Reduction.CLASS_LOSS)
+
+    @property
+    def is_loss(self) -> bool:
+        return self in (Reduction.LOSS, Reduction.CLASS_LOSS)
 
 
 class LoweringKind(StrEnum):

@@ -6,11 +6,23 @@ from collections.abc import Mapping
 from math import prod
 
 from shardwise.ops.operator import Operator
-from shardwise.ops.record import Op, RuleOfShapes, RuleOfTensors, Shape, Tensors, WeightGradient, Windows
+from shardwise.ops.record import (
+    SAVES_INTEGERS,
+    Backward,
+    Op,
+    Product,
+    RuleOfShapes,
+    RuleOfTensors,
+    Shape,
+    Tensors,
+    View,
+    WeightGradient,
+    Windows,
+)
 from shardwise.ops.rule import BLOCKED, HALO, Labels, Rule, restrict_rule
-from shardwise.ops.saved_tensors import integer_inputs, product_operands, window_indices, window_mean_input
+from shardwise.ops.saved_tensors import product_operands, window_indices, window_mean_input
 from shardwise.ops.sliding_window import ResamplingWindow, SlidingWindow, TransposedWindow, Window
-from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind, Reduction
 
 
 def is_transposed(op: Operator) -> bool:
@@ -45,6 +57,12 @@ def per_dim_ints(op: Operator, position: int, dims: int, default: int = 0) -> tu
     return tuple(int(n) for n in values) * (dims if len(values) == 1 else 1)
 
 
+def _windows_by_label(make: type[SlidingWindow | TransposedWindow], kernel: Shape, *others: Shape) -> Mapping[str, Window]:
+    """Return windows of a kernel and its stride, dilation and padding, by label."""
+    rows = zip(_spatial_labels(len(kernel)), kernel, *others, strict=True)
+    return {label: make(size, stride, dilation, before) for label, size, stride, dilation, before in rows}
+
+
 def _convolution_windows(dims: int) -> Windows:
     """Return windows of a convolution: (x, weight, bias, stride, padding, dilation, groups); padding may be "same" or "valid"."""
 
@@ -56,8 +74,7 @@ def _convolution_windows(dims: int) -> Windows:
             return {}
         before = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)) if word == "same" else (0,) * dims
         before = before if isinstance(word, str) else per_dim_ints(op, 4, dims) or before
-        rows = zip(_spatial_labels(dims), kernel, stride, dilation, before, strict=True)
-        return {label: SlidingWindow(*window) for label, *window in rows}
+        return _windows_by_label(SlidingWindow, kernel, stride, dilation, before)
 
     return Windows(of, padding=4)
 
@@ -66,11 +83,10 @@ def _transposed_windows(dims: int) -> Windows:
     """Return windows of a transposed convolution: (x, weight, bias, stride, padding, output padding, groups, dilation)."""
 
     def of(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
-        options = [per_dim_ints(op, position, dims, default) for position, default in ((3, 1), (7, 1), (4, 0))]
-        if None in options or len(tensors[op.inputs[0]].shape) != dims + 2:
+        stride, dilation, before = per_dim_ints(op, 3, dims, 1), per_dim_ints(op, 7, dims, 1), per_dim_ints(op, 4, dims)
+        if stride is None or dilation is None or before is None or len(tensors[op.inputs[0]].shape) != dims + 2:
             return {}
-        rows = zip(_spatial_labels(dims), tensors[op.inputs[1]].shape[2:], *(f for f in options if f is not None), strict=True)
-        return {label: TransposedWindow(*window) for label, *window in rows}
+        return _windows_by_label(TransposedWindow, tensors[op.inputs[1]].shape[2:], stride, dilation, before)
 
     return Windows(of, padding=4)
 
@@ -87,9 +103,7 @@ def _pool_windows(dims: int, average: bool) -> Windows:
             return {}
         if len(tensors[op.inputs[0]].shape) != dims + 2 or (average and len(op.args) > ceil and op.args[ceil]):
             return {}
-        return {
-            label: SlidingWindow(*window) for label, *window in zip(_spatial_labels(dims), kernel, stride, dilation, before, strict=True)
-        }
+        return _windows_by_label(SlidingWindow, kernel, stride, dilation, before)
 
     if average:
         return Windows(of, padding=3, counts_padding_at=5, tap_cost=MEAN_TAP_COST)
@@ -167,10 +181,10 @@ def _convolution_record(name: str, rule: str, dims: int, transposed: bool = Fals
         {"input" if dims > 1 else "default": "transposed"} if transposed else {"default": "convolution", "padding": "convolution_padded"}
     )
     return Op(
-        name, rule, _grouped_rule, contracts=not transposed, bias=None if transposed else 2, has_many_strategies=not transposed,
-        weight=WeightGradient(1, 0, dims + 2, words), kind=CostKind.CONVOLUTION, flops=_convolution_flops,
-        saves_for_backward=product_operands, autocast=AutocastPolicy.LOW_PRECISION,
-        windows=_transposed_windows(dims) if transposed else _convolution_windows(dims), lowering=LoweringKind.GROUPED_CONVOLUTION,
+        name, rule, _grouped_rule, reduction=Reduction.NONE if transposed else Reduction.SUM, kind=CostKind.CONVOLUTION,
+        product=Product(_convolution_flops, weight=WeightGradient(1, 0, dims + 2, words), bias=None if transposed else 2),
+        windows=_transposed_windows(dims) if transposed else _convolution_windows(dims), backward=Backward(product_operands),
+        lowering=LoweringKind.GROUPED_CONVOLUTION, autocast=AutocastPolicy.LOW_PRECISION,
     )  # fmt: skip
 
 
@@ -194,40 +208,40 @@ OPS = (
     _convolution_record("conv_transpose1d", "n i w~, i o !x, o -> n o w~", 1, transposed=True),
     _convolution_record("conv_transpose2d", "n i h~ w~, i o !x !y, o -> n o h~ w~", 2, transposed=True),
     _convolution_record("conv_transpose3d", "n i z~ h~ w~, i o !x !y !u, o -> n o z~ h~ w~", 3, transposed=True),
-    Op("convolution", kind=CostKind.CONVOLUTION, flops=_convolution_flops, saves_for_backward=product_operands),
+    Op("convolution", kind=CostKind.CONVOLUTION, product=Product(_convolution_flops), backward=Backward(product_operands)),
     Op(
-        "_convolution", kind=CostKind.CONVOLUTION, flops=_convolution_flops, saves_for_backward=product_operands,
+        "_convolution", kind=CostKind.CONVOLUTION, product=Product(_convolution_flops), backward=Backward(product_operands),
         autocast=AutocastPolicy.LOW_PRECISION,
     ),
     Op("conv_tbc", autocast=AutocastPolicy.LOW_PRECISION),
-    Op("max_pool1d", "n c w~ -> n c w~", saves_for_backward=window_indices, windows=_pool_windows(1, average=False)),
-    Op("max_pool2d", "n c h~ w~ -> n c h~ w~", saves_for_backward=window_indices, windows=_pool_windows(2, average=False)),
+    Op("max_pool1d", "n c w~ -> n c w~", windows=_pool_windows(1, average=False), backward=Backward(window_indices)),
+    Op("max_pool2d", "n c h~ w~ -> n c h~ w~", windows=_pool_windows(2, average=False), backward=Backward(window_indices)),
     Op(
-        "max_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", saves_for_backward=window_indices, autocast=AutocastPolicy.FLOAT32,
-        windows=_pool_windows(3, average=False),
-    ),
-    Op("max_pool2d_with_indices", "n c !h !w -> n c !h !w, n c !h !w", saves_for_backward=window_indices),
-    Op("adaptive_max_pool1d", "n c !w -> n c !w, n c !w", saves_for_backward=window_indices),
-    Op("adaptive_max_pool2d", "n c !h !w -> n c !h !w, n c !h !w", saves_for_backward=window_indices),
-    Op(
-        "adaptive_max_pool3d", "n c !z !h !w -> n c !z !h !w, n c !z !h !w", saves_for_backward=window_indices,
+        "max_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_pool_windows(3, average=False), backward=Backward(window_indices),
         autocast=AutocastPolicy.FLOAT32,
     ),
-    Op("fractional_max_pool2d fractional_max_pool3d", saves_for_backward=window_indices, autocast=AutocastPolicy.FLOAT32),
+    Op("max_pool2d_with_indices", "n c !h !w -> n c !h !w, n c !h !w", backward=Backward(window_indices)),
+    Op("adaptive_max_pool1d", "n c !w -> n c !w, n c !w", backward=Backward(window_indices)),
+    Op("adaptive_max_pool2d", "n c !h !w -> n c !h !w, n c !h !w", backward=Backward(window_indices)),
+    Op(
+        "adaptive_max_pool3d", "n c !z !h !w -> n c !z !h !w, n c !z !h !w", backward=Backward(window_indices),
+        autocast=AutocastPolicy.FLOAT32,
+    ),
+    Op("fractional_max_pool2d fractional_max_pool3d", backward=Backward(window_indices), autocast=AutocastPolicy.FLOAT32),
     Op("max_unpool2d", "n c !h !w, n c !x !y -> n c !z !u", autocast=AutocastPolicy.FLOAT32),
     Op("max_unpool3d", autocast=AutocastPolicy.FLOAT32),
     Op("avg_pool1d", "n c w~ -> n c w~", windows=_pool_windows(1, average=True)),
     Op("avg_pool2d", "n c h~ w~ -> n c h~ w~", windows=_pool_windows(2, average=True)),
-    Op("avg_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", autocast=AutocastPolicy.FLOAT32, windows=_pool_windows(3, average=True)),
-    Op("adaptive_avg_pool1d", _adaptive_rule(1), saves_for_backward=window_mean_input, windows=_adaptive_windows(1)),
-    Op("adaptive_avg_pool2d", _adaptive_rule(2), saves_for_backward=window_mean_input, windows=_adaptive_windows(2)),
+    Op("avg_pool3d", "n c z~ h~ w~ -> n c z~ h~ w~", windows=_pool_windows(3, average=True), autocast=AutocastPolicy.FLOAT32),
+    Op("adaptive_avg_pool1d", _adaptive_rule(1), windows=_adaptive_windows(1), backward=Backward(window_mean_input)),
+    Op("adaptive_avg_pool2d", _adaptive_rule(2), windows=_adaptive_windows(2), backward=Backward(window_mean_input)),
     Op(
-        "adaptive_avg_pool3d", _adaptive_rule(3), saves_for_backward=window_mean_input, autocast=AutocastPolicy.FLOAT32,
-        windows=_adaptive_windows(3),
+        "adaptive_avg_pool3d", _adaptive_rule(3), windows=_adaptive_windows(3), backward=Backward(window_mean_input),
+        autocast=AutocastPolicy.FLOAT32,
     ),
-    Op("upsample_nearest1d", "n c w~ -> n c w~", saves_for_backward=integer_inputs, windows=_resize_windows(1, 0)),
-    Op("upsample_nearest2d", "n c h~ w~ -> n c h~ w~", saves_for_backward=integer_inputs, windows=_resize_windows(2, 0)),
-    Op("upsample_bilinear2d", "n c h~ w~ -> n c h~ w~", saves_for_backward=integer_inputs, windows=_resize_windows(2, 1)),
+    Op("upsample_nearest1d", "n c w~ -> n c w~", windows=_resize_windows(1, 0), backward=SAVES_INTEGERS),
+    Op("upsample_nearest2d", "n c h~ w~ -> n c h~ w~", windows=_resize_windows(2, 0), backward=SAVES_INTEGERS),
+    Op("upsample_bilinear2d", "n c h~ w~ -> n c h~ w~", windows=_resize_windows(2, 1), backward=SAVES_INTEGERS),
     Op("_upsample_nearest_exact1d", "n c w~ -> n c w~", windows=_resize_windows(1, 0, 0.5)),
     Op("upsample_linear1d", "n c w~ -> n c w~", windows=_resize_windows(1, 1)),
     Op("_upsample_bilinear2d_aa _upsample_bicubic2d_aa upsample_bicubic2d", "n c !h !w -> n c !h !w"),
@@ -241,16 +255,16 @@ OPS = (
     ),
     Op("grid_sampler_2d grid_sampler_3d", autocast=AutocastPolicy.FLOAT32),
     Op(
-        "pad", RuleOfTensors(_pad_rule), mixes_positions=True, saves_for_backward=integer_inputs,
-        windows=Windows(_pad_windows, padding=1, fill_at=3),
+        "pad", RuleOfTensors(_pad_rule), view=View(mixes_positions=True), windows=Windows(_pad_windows, padding=1, fill_at=3),
+        backward=SAVES_INTEGERS,
     ),
     Op(
-        "constant_pad_nd", RuleOfTensors(_pad_rule), mixes_positions=True, saves_for_backward=integer_inputs,
-        windows=Windows(_pad_windows, padding=1, fill_at=2),
+        "constant_pad_nd", RuleOfTensors(_pad_rule), view=View(mixes_positions=True), windows=Windows(_pad_windows, padding=1, fill_at=2),
+        backward=SAVES_INTEGERS,
     ),
     Op("reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d", autocast=AutocastPolicy.FLOAT32),
-    Op("pixel_shuffle", "n !c !h !w -> n !c !h !w", saves_for_backward=integer_inputs),
+    Op("pixel_shuffle", "n !c !h !w -> n !c !h !w", backward=SAVES_INTEGERS),
     Op("pixel_unshuffle channel_shuffle", "n !c !h !w -> n !c !h !w"),
-    Op("im2col", "n !c !h !w -> n !c !l", saves_for_backward=integer_inputs),
-    Op("col2im", "n !c !l -> n !c !h !w", saves_for_backward=integer_inputs),
+    Op("im2col", "n !c !h !w -> n !c !l", backward=SAVES_INTEGERS),
+    Op("col2im", "n !c !l -> n !c !h !w", backward=SAVES_INTEGERS),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.lower.kernels.randomness import DrawSite, DrawState, dropout
 from shardwise.lower.kernels.sample_positions import DrawnShard
-from shardwise.lower.kernels.statistics import batch_norm
+from shardwise.lower.kernels.statistics import sharded_batch_norm
 from shardwise.lower.kernels.vocabulary import cross_entropy, embedding
 from shardwise.lower.redistribute import redistribute
 from shardwise.plan.ir.placement import P, R
@@ -104,7 +104,7 @@ def normalised(world: World) -> list[bool]:
         want.backward(seed)
         mine = piece_of(x.detach(), 0, world).requires_grad_()
         weight, bias = torch.ones(3, dtype=torch.float64).requires_grad_(), torch.zeros(3, dtype=torch.float64).requires_grad_()
-        got = batch_norm(mine, weight, bias, mean, var, 0.1, 1e-5, ((world.world_group, (1 / world.num_ranks,) * world.num_ranks),))
+        got = sharded_batch_norm(mine, weight, bias, mean, var, 0.1, 1e-5, ((world.world_group, (1 / world.num_ranks,) * world.num_ranks),))
         got.backward(piece_of(seed, 0, world))
         assert x.grad is not None
         assert weight.grad is not None

@@ -109,7 +109,7 @@ def _drawing(case: Case, start: int, count: int) -> tuple[DrawState, DrawSite]:
 def _serial(case: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if case.p:
         draw, where = _drawing(case, 0, case.queries)
-        dropping = random_operators.DropoutDraw(draw.key(where.draw_index), draw.box(where.shard), case.p)
+        dropping = draw.dropout(where, case.p)
         return random_operators.attention_with_dropout(q, k, v, mask, case.causal, case.scale, dropping)
     if case.mask is _least:  # torch's kernel keeps a logarithm for backward, in which all but the least number is lost
         weights: Tensor = (q @ k.mT * q.shape[-1] ** -0.5 + mask).softmax(-1)

@@ -75,13 +75,13 @@ def test_dropout_keeps_what_even_numbers_say(dtype: torch.dtype, order: Sequence
     kept = random_stream.uniform_numbers(KEY, box, CPU) < 0.7
     mask = kept.to(dtype) * torch.tensor(1 / 0.7, dtype=dtype)
     leaf = x.detach().requires_grad_()
-    made = random_stream.apply_dropout(leaf, KEY, box, 1 - 0.7)
+    made = random_stream.apply_dropout(leaf, random_stream.DropoutDraw(KEY, box, 1 - 0.7))
     assert torch.equal(made, x * mask)
     assert made.stride() == x.stride()
     made.backward(x)
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, x * mask)
-    assert torch.equal(random_stream.apply_dropout_(x.clone(), KEY, box, 1 - 0.7), made)
+    assert torch.equal(random_stream.apply_dropout_(x.clone(), random_stream.DropoutDraw(KEY, box, 1 - 0.7)), made)
 
 
 def test_threads_change_nothing() -> None:
@@ -95,7 +95,7 @@ x, box = torch.randn(3, {N // 2 + 1}), DrawnShard((3, {N // 2 + 1})).box()
 drawn = []
 for threads in (1, 3):
     torch.set_num_threads(threads)
-    drawn.append(stream.apply_dropout(x, stream.key_of(1, 2, 3), box, 0.3))
+    drawn.append(stream.apply_dropout(x, stream.DropoutDraw(stream.key_of(1, 2, 3), box, 0.3)))
 assert torch.equal(*drawn)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -232,7 +232,7 @@ def test_dropout_of_nothing_and_of_all_is_torchs(name: str, p: float) -> None:
     """No numbers decide there, so that torch's own operators say what it is."""
     x = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0))
     box = DrawnShard((4, 6, 1) if name == "feature_dropout" else (4, 6, 5)).box()
-    made, want = random_operators.apply_dropout_variant(name, KEY, box, x, p), getattr(torch, name)(x, p, True)
+    made, want = random_operators.apply_dropout_variant(name, x, random_stream.DropoutDraw(KEY, box, p)), getattr(torch, name)(x, p, True)
     for ours, theirs in zip(*((y if isinstance(y, tuple) else (y,)) for y in (made, want)), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -245,7 +245,7 @@ def test_attention_with_dropout_is_that_of_its_formula(causal: bool) -> None:
     box = DrawnShard((2, 4, 5, 5)).box()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return random_operators.attention_with_dropout(q, k, v, None, causal, None, random_operators.DropoutDraw(KEY, box, 0.25))
+        return random_operators.attention_with_dropout(q, k, v, None, causal, None, random_stream.DropoutDraw(KEY, box, 0.25))
 
     weights = (q @ k.repeat_interleave(2, 1).mT / math.sqrt(3)).masked_fill(torch.ones(5, 5).triu(1).bool() & causal, -math.inf).softmax(-1)
     want = (weights * (random_stream.uniform_numbers(KEY, box, CPU) < 0.75) / 0.75) @ v.repeat_interleave(2, 1)
@@ -264,6 +264,6 @@ def test_attention_with_dropout_keeps_one_tensor_of_scores() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         random_operators.attention_with_dropout(
-            q, k, v, None, False, None, random_operators.DropoutDraw(KEY, DrawnShard((2, 4, 16, 16)).box(), 0.1)
+            q, k, v, None, False, None, random_stream.DropoutDraw(KEY, DrawnShard((2, 4, 16, 16)).box(), 0.1)
         )
     assert len({x.data_ptr() for x in kept if x.shape[-2:] == (16, 16)}) == 1

@@ -20,8 +20,7 @@ from shardwise.capture.autograd_functions.trace import JointGraph
 from shardwise.model.dims.labels import dims_by_label
 from shardwise.model.graph import Operator, Ref, Tensor
 from shardwise.model.union_find import UnionFind
-from shardwise.ops import Op, is_elementwise, is_random, record_of, rule_of
-from shardwise.ops.linearity import jointly_linear_in
+from shardwise.ops import Op, is_elementwise, is_random, jointly_linear_in, record_of, rule_of
 from shardwise.ops.rule import BLOCKED, Labels, Rule
 from shardwise.ops.vocabulary import Linearity, ViewKind
 
@@ -164,8 +163,8 @@ def _zero_values(joint: JointGraph) -> set[str]:
     names = {name for name, value in joint.literals.items() if isinstance(value, tuple) and value[1] == 0}
     for op in joint.operators or ():
         record = record_of(op)
-        passes = record.linear == Linearity.JOINT or record.view_kind in (ViewKind.COPY, ViewKind.ALIAS)
-        if record.fill == 0 or (passes and op.inputs and names.issuperset(op.inputs)):
+        passes = record.linear == Linearity.JOINT or record.view.kind in (ViewKind.COPY, ViewKind.ALIAS)
+        if record.output.fill == 0 or (passes and op.inputs and names.issuperset(op.inputs)):
             names.update(op.outputs)
     return names
 
@@ -253,7 +252,7 @@ def _place_sharded(op: Operator, rule: Rule, label: str, read: list[ScaledPlacem
     for row in rule.outputs:
         if label in row:
             placements.append(ScaledPlacement("S", row.index(label), power))
-        elif record.contracts and record.linear:  # a mean over a shard is n times too large
+        elif record.reduction.is_sum and record.linear:  # a mean over a shard is n times too large
             placements.append(ScaledPlacement("P", power=power + (kernel == "average")))
         else:
             return None
@@ -268,8 +267,8 @@ def _place_replicated(
     if len(differ) == 1 and len(full) == len(shard):
         labels: Labels = rule.outputs[row] if rule is not None else ()
         read = [r for r in (rule.inputs if rule is not None else ()) if labels[differ[0]] and labels[differ[0]] in (r or ())]
-        spread = record.view_kind == ViewKind.EXPAND and rule is not None and not read
-        if (record.sample_invariant and record.shape_at is not None) or spread:
+        spread = record.view.kind == ViewKind.EXPAND and rule is not None and not read
+        if (record.output.sample_invariant and record.output.shape_at is not None) or spread:
             return ScaledPlacement("S", differ[0], power)
     return ScaledPlacement("R", power=power)
 
@@ -298,8 +297,8 @@ def _output_power(op: Operator, placements: Mapping[str, ScaledPlacement], zeros
 def _constant_power(op: Operator, shard_op: Operator, n: int) -> int | None:
     """Return the power of n by which a constant factor differs on shards, 0 if all constants are equal, else None."""
     record = record_of(op)
-    if record.shape_at is not None:  # the shape argument differs on shards
-        start = record.shape_at + 1
+    if record.output.shape_at is not None:  # the shape argument differs on shards
+        start = record.output.shape_at + 1
         return 0 if (op.args[start:], op.kwargs) == (shard_op.args[start:], shard_op.kwargs) else None
     if (op.args, op.kwargs) == (shard_op.args, shard_op.kwargs):
         return 0

@@ -45,7 +45,7 @@ class _RowIndexRewriter:
 
     def add_operator(self, op: Operator) -> None:
         """Append one operator, or its replacement."""
-        name, moves = op.target.split(".")[1], record_of(op).view_kind
+        name, moves = op.target.split(".")[1], record_of(op).view.kind
         first = op.inputs[0] if op.inputs else ""
         if name == "arange" and not op.inputs:
             start, step = _arange_start_and_step(op)

@@ -97,7 +97,7 @@ class ProcessorMemory(KernelMemory):
             keeps, added = self._saved_by_math_attention(op, tensors)
             return replace(done, saved=keeps, extra_bytes=added)
         record, out, added = record_of(op), tensors[op.outputs[0]], 0.0
-        if record.saves_normalized:  # RMS norm
+        if record.backward.saves_normalized:  # RMS norm
             added = out.size_bytes
         elif record.recurrence is not None and not record.recurrence.is_cell:  # 7 outputs in all, except for an LSTM
             counted_bytes = RECURRENT_SAVED_FACTOR * out.size_bytes * num_layers(op, tensors)
@@ -144,7 +144,7 @@ class ProcessorMemory(KernelMemory):
         weights = max(weights, sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in trainable))
         if done.kind == "convolution" and channels_last:
             weights += workspace_bytes(op, tensors)
-        if record_of(op).over_samples and op.inputs[0] in self.grads:
+        if record_of(op).statistics.over_samples and op.inputs[0] in self.grads:
             # It allocates its input's gradient twice; `shardwise.lower.kernels.statistics`, over many ranks, does not, but computes in
             # float32.
             unsharded = float(tensors[op.inputs[0]].size_bytes)
@@ -153,7 +153,7 @@ class ProcessorMemory(KernelMemory):
 
     def _transpose_copy_bytes(self, op: Operator, tensors: Tensors) -> float:
         """Return the bytes copied because the gradient's strides differ from the saved tensor's; oneDNN's GELU copies its result, too."""
-        return record_of(op).transpose_copies * tensors[op.outputs[0]].size_bytes if self._layouts.transposes_saved(op) else 0.0
+        return record_of(op).backward.transpose_copies * tensors[op.outputs[0]].size_bytes if self._layouts.transposes_saved(op) else 0.0
 
     def convolution_kernel(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[ChannelPadding, TorchKernel]:
         return channel_padding(op, tensors, sharding, self.grads), torch_kernel(op, tensors, sharding)

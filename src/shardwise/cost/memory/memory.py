@@ -122,7 +122,7 @@ class Inventory:
                 size = max(
                     size, both_bytes - sum(tensors[v].size_bytes for v in read if v in done.saved and v not in self.persistent_values)
                 )
-            if self.is_cast and has_gradient and record_of(op).concatenates:  # forward has widened copies of its operands
+            if self.is_cast and has_gradient and record_of(op).view.concatenates:  # forward has widened copies of its operands
                 size += sum(2.0 * tensors[v].size_bytes for v in op.inputs if tensors[v].dtype == "bfloat16") * (
                     tensors[op.outputs[0]].dtype == "float32"
                 )
@@ -284,20 +284,20 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
     gradient_bytes = sum(tensors[v].size_bytes for v in op.outputs if v in grads)
     differentiable = [v for v in dict.fromkeys(op.inputs) if v in grads]
     inner = [v for v in differentiable if v not in persistent_values]
-    in_place = record.gradient in (GradientMemory.ALIAS, GradientMemory.REDUCED)
-    if in_place or (record.view_kind == ViewKind.CAST and tensors[op.inputs[0]].dtype == out.dtype):
+    in_place = record.backward.gradient in (GradientMemory.ALIAS, GradientMemory.REDUCED)
+    if in_place or (record.view.kind == ViewKind.CAST and tensors[op.inputs[0]].dtype == out.dtype):
         # Gradients of broadcast operands are reduced into a separate tensor.
         return gradient_bytes + sum(
-            tensors[v].size_bytes for v in inner if record.gradient == GradientMemory.REDUCED and tensors[v].size < out.size
+            tensors[v].size_bytes for v in inner if record.backward.gradient == GradientMemory.REDUCED and tensors[v].size < out.size
         )
-    if record.gradient == GradientMemory.BROADCAST:
+    if record.backward.gradient == GradientMemory.BROADCAST:
         size = gradient_bytes + sum(max(tensors[v].size_bytes, out.size_bytes) for v in differentiable)
         return size + 2.0 * out.size_bytes * (record.linear == Linearity.NUMERATOR and len(op.inputs) > 1 and op.inputs[1] in grads)
     size = gradient_bytes + sum(tensors[v].size_bytes for v in inner)
     if not op.inputs:
         return size
     x = tensors[op.inputs[0]]
-    if record.fuses_softmax:  # the gradient of its saved tensors
+    if record.backward.saves_log_softmax:  # the gradient of its saved tensors
         return size + extra_bytes
     if kind_of(op) == "attention":  # recomputed scores, and their gradient
         scores = x.size_bytes / x.shape[-1] * tensors[op.inputs[1]].shape[-2]
@@ -307,13 +307,13 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
         return size + min(extra_bytes, 2.0 * scores)
     if kind_of(op) == "recurrent":  # gates and states of one step
         return size + 2.0 * out.size_bytes
-    if record.gradient == GradientMemory.PADDED_SPECTRUM:  # backward works on complex numbers of full length
+    if record.backward.gradient == GradientMemory.PADDED_SPECTRUM:  # backward works on complex numbers of full length
         dim, length = fft_dim_and_length(op, tensors)
         return size + 16.0 * prod(out.shape) / out.shape[dim] * length
-    if record.gradient == GradientMemory.SPECTRUM and x.is_float:
+    if record.backward.gradient == GradientMemory.SPECTRUM and x.is_float:
         return size + out.size_bytes
-    if x.dtype.startswith("complex") and record.conjugates_saved:  # the conjugate of a saved tensor
+    if x.dtype.startswith("complex") and record.backward.conjugates_saved:  # the conjugate of a saved tensor
         size += x.size_bytes
-    if record.gradient == GradientMemory.SCATTER_ADD and x.dtype == "bfloat16":  # bfloat16 accumulates in float32
+    if record.backward.gradient == GradientMemory.SCATTER_ADD and x.dtype == "bfloat16":  # bfloat16 accumulates in float32
         size += 2 * x.size_bytes
-    return size + record.backward_temporaries * x.size_bytes
+    return size + record.backward.temporaries * x.size_bytes

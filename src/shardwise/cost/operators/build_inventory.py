@@ -38,7 +38,7 @@ from shardwise.model.work import num_steps
 from shardwise.ops import record_of
 from shardwise.ops.attention import is_causal
 from shardwise.ops.recurrent import gathered_steps
-from shardwise.ops.vocabulary import GradientMemory, MatmulKind
+from shardwise.ops.vocabulary import GradientMemory, MatmulKind, Reduction
 from shardwise.plan.ir.axis import DATA, EXPERT, SAMPLES, axis_of
 from shardwise.plan.ir.placement import Placement, R, Shard, dual_of, is_fully_replicated, is_halo, is_shard
 from shardwise.plan.ir.transition import LOCAL_COLLECTIVES, sent_fraction, transition_between
@@ -96,7 +96,7 @@ class OperatorFacts:
         """Total rows of the weights multiplied with the same input, by operator: q, k and v run as one product."""
         by_input: dict[str, list[tuple[str, float]]] = {}
         for op in self.inventory.graph.operators:
-            if record_of(op).product == MatmulKind.LINEAR:
+            if record_of(op).product.kind == MatmulKind.LINEAR:
                 by_input.setdefault(op.inputs[0], []).append((op.name, float(self.inventory.graph.tensors[op.inputs[1]].shape[0])))
         return {name: sum(rows for _, rows in rows_by_name) for rows_by_name in by_input.values() for name, _ in rows_by_name}
 
@@ -291,7 +291,7 @@ def _unsharded_gradient_bytes(inventory: Inventory, places: StorageMap, op: Oper
             copies = 2.0 if at == 0 and inventory.works[op.name].kind == "convolution" else 1.0
             divisor = places.num_shards_read(op, at)
             size += copies * tensors[value].size_bytes * max(0.0, 1 / divisor - 1 / divide)
-            if record_of(op).concatenates and divisor < num_shards(sharding, value):  # a shard of its gradient is copied and sent
+            if record_of(op).view.concatenates and divisor < num_shards(sharding, value):  # a shard of its gradient is copied and sent
                 size += tensors[value].size_bytes / divisor
     for value in op.outputs:
         if value in inventory.grads:
@@ -314,7 +314,7 @@ def _waiting_gradients(graph: Graph, grads: frozenset[str], makers: Mapping[str,
                 row[last[value]] -= amount
             reader = graph.operators[last[value]]
             other_makers = [makers[v] for v in reader.inputs if v in makers and first[v] == last[v] and makers[v] > maker]
-            if record_of(reader).gradient in (GradientMemory.ALIAS, GradientMemory.REDUCED) and len(other_makers) == 1:
+            if record_of(reader).backward.gradient in (GradientMemory.ALIAS, GradientMemory.REDUCED) and len(other_makers) == 1:
                 for row, amount in zip(rows, (size.data_sharded, size.batched, size.fixed), strict=True):
                     row[other_makers[0]] -= amount
                     row[other_makers[0] + 1] += amount
@@ -334,7 +334,7 @@ def _local_operator(inventory: Inventory, sharding: Sharding | None, op: Operato
     divide = num_work_shards(sharding, op)
     m = n = k = scores = heads = head = 0.0
     share = visible = 1.0
-    if record_of(op).product == MatmulKind.LINEAR and len(tensors[op.inputs[1]].shape) == 2:
+    if record_of(op).product.kind == MatmulKind.LINEAR and len(tensors[op.inputs[1]].shape) == 2:
         rows, inner = tensors[op.inputs[1]].shape
         m, n, k = tensors[op.outputs[0]].size / rows, siblings[op.name], float(inner)
         share = rows / n
@@ -412,15 +412,15 @@ def _add_kernel_collectives(
         steps, state = gathered_steps(op, tensors)
         forward += [add_collective("all_gather", out, axis, state, by_row=True)] * steps
         backward += [add_collective("reduce_scatter", out, axis, state, by_row=True)] * (steps if out in inventory.grads else 0)
-    elif record.fuses_softmax and is_replicated:
+    elif record.backward.saves_log_softmax and is_replicated:
         # Maximum, sum and target logit of every row.
         forward += [add_collective("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True)] * 3
-    elif record.over_samples and not (is_shard(placement) and placement.dim == 1) and len(op.args) > 5 and op.args[5] is True:
+    elif record.statistics.over_samples and not (is_shard(placement) and placement.dim == 1) and len(op.args) > 5 and op.args[5] is True:
         # In training, over samples or positions; ranks with a shard of channels have the statistics of those.
         statistics = add_collective("all_reduce", out, axis, 8.0 * tensors[op.inputs[0]].shape[1])
         forward.append(statistics)
         backward.append(statistics)
-    elif record.extreme and is_replicated:
+    elif record.reduction in (Reduction.MAX, Reduction.MIN) and is_replicated:
         largest = add_collective("all_reduce", out, axis)
         forward.append(largest)
         backward.append(largest)

@@ -15,8 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shardwise.lower.kernels.random_operators import DropoutDraw
-from shardwise.lower.kernels.random_stream import apply_dropout_
+from shardwise.lower.kernels.random_stream import DropoutDraw, apply_dropout_
 from shardwise.lower.kernels.sample_positions import narrow_box
 from shardwise.world import private
 from shardwise.world.attention_backend import use_attention_backend
@@ -93,7 +92,7 @@ def attend_block(rows: SoftmaxState, start: int, block: AttentionBlock) -> None:
         weights = scores.sub_(top.unsqueeze(-1)).exp_()
         total = weights.sum(-1)
         if part.dropout is not None:
-            weights = apply_dropout_(weights, *part.dropout)
+            weights = apply_dropout_(weights, part.dropout)
         rows.add(start + first, weights @ _repeat_heads(part.v, part.q).to(weights.dtype), top, total)
 
 
@@ -134,9 +133,9 @@ def attend_block_backward(
         weight_sums = row_state.weight_sum.masked_fill(row_state.weight_sum == 0, 1.0).unsqueeze(-1)
         weights = _masked_scores(part).sub_(row_state.max_score.unsqueeze(-1)).exp_().div_(weight_sums)
         of_weights = grad @ v.mT
-        of_v.add_(_sum_repeated_heads((apply_dropout_(weights.clone(), *part.dropout) if part.dropout else weights).mT @ grad, of_v))
+        of_v.add_(_sum_repeated_heads((apply_dropout_(weights.clone(), part.dropout) if part.dropout else weights).mT @ grad, of_v))
         if part.dropout is not None:
-            of_weights = apply_dropout_(of_weights, *part.dropout)
+            of_weights = apply_dropout_(of_weights, part.dropout)
         of_scores = of_weights.sub_((grad * row_state.out).sum(-1, keepdim=True)).mul_(weights)
         if of_mask is not None:
             mask_rows = of_mask if of_mask.shape[-2] == 1 else of_mask.narrow(-2, first, count)

@@ -9,12 +9,12 @@ Not modeled: draws inside of another operator (dropout between the layers of an 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.lower.kernels.random_stream import Key, apply_dropout, apply_dropout_, normal_numbers, uniform_numbers
+from shardwise.lower.kernels.random_stream import DropoutDraw, Key, apply_dropout, apply_dropout_, normal_numbers, uniform_numbers
 from shardwise.lower.kernels.sample_positions import ElementBox
 
 # Operators whose draws this module implements, without overload; in-place variants end in `_`.
@@ -94,32 +94,25 @@ def _draw_indices(weights: Tensor, count: int, repeats: bool, uniform: Tensor) -
     return (weights / -torch.log1p(-uniform)).topk(count, -1).indices
 
 
-def apply_dropout_variant(name: str, key: Key, box: ElementBox, x: Tensor, p: float) -> Any:
+def apply_dropout_variant(name: str, x: Tensor, draw: DropoutDraw) -> Any:
     """Apply torch's dropout called `name`: of elements; of channels ([N, C, ...]); alpha dropout (to SELU's minimum); with the mask
     returned.
 
-    `box` is of `random_draws.drawn_shape`.
+    `draw.box` is of `random_draws.drawn_shape`.
     """
+    p = draw.p
     if name == "dropout":
-        return apply_dropout(x, key, box, p)
+        return apply_dropout(x, draw)
     if name == "feature_dropout":
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2))
-        return x * apply_dropout(torch.ones(shape, dtype=x.dtype, device=x.device), key, box, p)
-    mask = uniform_numbers(key, box, x.device) < 1.0 - p
+        return x * apply_dropout(torch.ones(shape, dtype=x.dtype, device=x.device), draw)
+    mask = uniform_numbers(draw.key, draw.box, x.device) < 1.0 - p
     if name == "native_dropout":
-        return apply_dropout(x, key, box, p), mask
+        return apply_dropout(x, draw), mask
     if p == 1.0:  # as torch: no scale would preserve the variance of zeros
         return x * 0.0
     scale = ((_SELU**2 * p + 1) * (1 - p)) ** -0.5
     return scale * torch.where(mask, x, -_SELU) + scale * _SELU * p
-
-
-class DropoutDraw(NamedTuple):
-    """A dropout: the key of a draw, the numbers of a shard's elements, and the drop probability."""
-
-    key: Key
-    box: ElementBox
-    p: float
 
 
 def attention_with_dropout(
@@ -155,15 +148,15 @@ class _DropoutProduct(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, v: Tensor, dropping: DropoutDraw) -> Tensor:
         ctx.drawn = dropping
         ctx.save_for_backward(weights, v)
-        return apply_dropout(weights, *dropping) @ v
+        return apply_dropout(weights, dropping) @ v
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         weights, v = ctx.saved_tensors
         of_weights = of_v = None
         if ctx.needs_input_grad[1]:
-            of_v = (apply_dropout(weights, *ctx.drawn).mT @ gradient).sum_to_size(v.shape)
+            of_v = (apply_dropout(weights, ctx.drawn).mT @ gradient).sum_to_size(v.shape)
         if ctx.needs_input_grad[0]:
             of_weights = gradient @ v.mT
-            of_weights = apply_dropout(of_weights, *ctx.drawn) if torch.is_grad_enabled() else apply_dropout_(of_weights, *ctx.drawn)
+            of_weights = apply_dropout(of_weights, ctx.drawn) if torch.is_grad_enabled() else apply_dropout_(of_weights, ctx.drawn)
         return of_weights, of_v, None

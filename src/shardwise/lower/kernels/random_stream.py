@@ -41,6 +41,14 @@ class Key(NamedTuple):
     second: int
 
 
+class DropoutDraw(NamedTuple):
+    """A dropout: the key of a draw, the numbers of a shard's elements, and the drop probability."""
+
+    key: Key
+    box: ElementBox
+    p: float
+
+
 def key_of(*numbers: int) -> Key:
     """Return the key of some whole numbers.
 
@@ -82,34 +90,34 @@ def word_bound(chance: float) -> int:
     return math.ceil(min(max(chance, 0.0), 1.0) * 2.0**53)
 
 
-def apply_dropout(x: Tensor, key: Key, box: ElementBox, p: float) -> Tensor:
+def apply_dropout(x: Tensor, draw: DropoutDraw) -> Tensor:
     """Return x / (1 - p) where the uniform number is less than 1 - p, 0 elsewhere. Backward redraws, so that no mask is saved."""
-    out: Tensor = _Dropout.apply(x, key, box, p)  # type: ignore[no-untyped-call]
+    out: Tensor = _Dropout.apply(x, draw)  # type: ignore[no-untyped-call]
     return out
 
 
-def apply_dropout_(x: Tensor, key: Key, box: ElementBox, p: float) -> Tensor:
+def apply_dropout_(x: Tensor, draw: DropoutDraw) -> Tensor:
     """Apply the same in place, without a gradient."""
-    return _compute_dropout(x, key, box, p, True)
+    return _compute_dropout(x, draw, True)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, key: Key, box: ElementBox, p: float) -> Tensor:
-        ctx.drawn = key, box, p
-        return _compute_dropout(x, key, box, p)
+    def forward(ctx: Any, x: Tensor, draw: DropoutDraw) -> Tensor:
+        ctx.drawn = draw
+        return _compute_dropout(x, draw)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_dropout(gradient, *ctx.drawn), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return apply_dropout(gradient, ctx.drawn), None
 
 
-def _compute_dropout(x: Tensor, key: Key, box: ElementBox, p: float, in_place: bool = False) -> Tensor:
-    scale, bound = dropout_scale(p, x.dtype), word_bound(1.0 - p)
+def _compute_dropout(x: Tensor, draw: DropoutDraw, in_place: bool = False) -> Tensor:
+    scale, bound = dropout_scale(draw.p, x.dtype), word_bound(1.0 - draw.p)
     kind = _KINDS.get(x.dtype)
     library = native_library() if x.device.type == "cpu" and kind is not None else None
     if library is None or kind is None:
-        mask = (_shift_right(random_words(key, box, x.device), 11) < bound).to(x.dtype).mul_(scale)
+        mask = (_shift_right(random_words(draw.key, draw.box, x.device), 11) < bound).to(x.dtype).mul_(scale)
         return x.mul_(mask) if in_place else x * mask
     order: Sequence[int] = range(x.dim())
     out = x if in_place else torch.empty_like(x)
@@ -118,7 +126,7 @@ def _compute_dropout(x: Tensor, key: Key, box: ElementBox, p: float, in_place: b
         if not x.permute(order).is_contiguous() or out.stride() != x.stride():
             x, order = x.contiguous(), range(x.dim())
             out = torch.empty_like(x)
-    _draw_native(library, key, _element_numbers(box, tuple(order)), kind, x, out, bound, scale)
+    _draw_native(library, draw.key, _element_numbers(draw.box, tuple(order)), kind, x, out, bound, scale)
     return out
 
 

@@ -16,9 +16,25 @@ import torch
 from torch import Tensor
 
 from shardwise.lower.kernels import random_operators
-from shardwise.lower.kernels.random_stream import Key, apply_dropout, key_of
+from shardwise.lower.kernels.random_stream import DropoutDraw, Key, apply_dropout, key_of
 from shardwise.lower.kernels.sample_positions import DrawnShard, ElementBox, MicrobatchSamples
-from shardwise.lower.kernels.statistics import DeferredBufferWrites
+
+
+@dataclass(slots=True)
+class DeferredBufferWrites:
+    """Updates of one buffer by the microbatches of a step, written after the step.
+
+    `statistics`: by microbatch, (momentum, value) of each update of a moving average. `writes`: by microbatch, writes independent of the
+    batch (counts), the same in each microbatch.
+    """
+
+    statistics: dict[int, list[tuple[float, Tensor]]] = field(default_factory=dict)
+    writes: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Discard a step's updates."""
+        self.statistics.clear()
+        self.writes.clear()
 
 
 @dataclass
@@ -53,6 +69,10 @@ class DrawState:
             box = self._boxes[place, samples] = place.box(samples)
         return box
 
+    def dropout(self, site: DrawSite, p: float) -> DropoutDraw:
+        """Return the dropout at a site, with probability `p`."""
+        return DropoutDraw(self.key(site.draw_index), self.box(site.shard), p)
+
     def generator(self, device: torch.device, operator: int, part: int) -> torch.Generator:
         """Return a generator seeded for this operator, microbatch, step and shard."""
         generator = self._generators.get(device)
@@ -78,7 +98,7 @@ class DrawSite:
 
 def dropout(x: Tensor, p: float, draw: DrawState, where: DrawSite) -> Tensor:
     """Apply dropout: each element is retained with probability 1 - p and scaled by 1 / (1 - p)."""
-    return x if p == 0.0 else apply_dropout(x, draw.key(where.draw_index), draw.box(where.shard), p)
+    return x if p == 0.0 else apply_dropout(x, draw.dropout(where, p))
 
 
 def attention(
@@ -86,9 +106,7 @@ def attention(
 ) -> Tensor:
     """Return scaled dot-product attention with dropout of its weights. Keys may have fewer heads."""
     draw, site = drawing
-    return random_operators.attention_with_dropout(
-        q, k, v, mask, causal, scale, random_operators.DropoutDraw(draw.key(site.draw_index), draw.box(site.shard), p)
-    )
+    return random_operators.attention_with_dropout(q, k, v, mask, causal, scale, draw.dropout(site, p))
 
 
 def draw_random(target: Callable[..., Any], draw: DrawState, where: DrawSite, *args: Any, **kwargs: Any) -> Any:
@@ -96,9 +114,9 @@ def draw_random(target: Callable[..., Any], draw: DrawState, where: DrawSite, *a
     name = target.__name__.partition(".")[0]
     if name.removesuffix("_") not in random_operators.SUPPORTED:
         return _with_borrowed_generator(target, draw, where, args, kwargs)
-    key, box = draw.key(where.draw_index), draw.box(where.shard)
     if name in random_operators.DROPOUT_VARIANTS:
-        return random_operators.apply_dropout_variant(name, key, box, args[0], args[1])
+        return random_operators.apply_dropout_variant(name, args[0], draw.dropout(where, args[1]))
+    key, box = draw.key(where.draw_index), draw.box(where.shard)
     device = next((x.device for x in args if isinstance(x, Tensor)), None) or torch.device(kwargs.get("device") or "cpu")
     return random_operators.draw_values(random_operators.draw_name(target.__name__), key, box, where.dtype, device, args, kwargs)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.lower.kernels.attention_blocks import AttentionBlock, AttentionOutput, SoftmaxState, attend_block, attend_block_backward
-from shardwise.lower.kernels.random_operators import DropoutDraw
+from shardwise.lower.kernels.random_stream import DropoutDraw
 from shardwise.lower.kernels.randomness import DrawSite, DrawState
 from shardwise.lower.kernels.sample_positions import narrow_box
 from shardwise.plan.ir.placement import Range
@@ -277,6 +277,12 @@ def local_causal_ring(at: Ranges, keys: int, scale: float | None = None) -> Ring
     return Ring(None, (at,), (tuple(pairwise(borders)),), True, scale)
 
 
+def causal_mask_at(at: Ranges, q: Tensor, k: Tensor) -> Tensor:
+    """Return the causal mask of queries at these positions: keys up to their own. bool [queries, keys]."""
+    positions = torch.cat([torch.arange(a, b, device=q.device) for a, b in at])
+    return positions.unsqueeze(-1) >= torch.arange(k.shape[-2], device=q.device)
+
+
 def ring_attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Run the operator on this rank's positions. `mask`: rows of its queries or one, all keys or one; boolean, or added to the scores."""
     if torch.is_autocast_enabled(q.device.type):
@@ -316,7 +322,7 @@ class _RingAttention(torch.autograd.Function):
         trip, dropping = plan_ring(ring, mask), None
         if ring.drawing is not None:
             draw, site = ring.drawing
-            dropping = DropoutDraw(draw.key(site.draw_index), draw.box(site.shard), ring.dropout_p)
+            dropping = draw.dropout(site, ring.dropout_p)
         reads = _BlockReader(ring, q, mask, dropping)
         rows, keys_in_ring = SoftmaxState(q, v.shape[-1]), _KeyRing(ring, trip, k, v)
         for step in range(ring.size):
@@ -350,12 +356,11 @@ class _RingAttention(torch.autograd.Function):
                 gradient = gradient_ring.zeros(owner) if step else of_kv
                 of_k, of_v = _unpack_keys_values(gradient, (k, v), ring.num_keys(owner))
                 for part in trip.tiles[owner]:
-                    piece = [x.narrow(-2, part.column, part.columns) for x in (of_k, of_v)]
-                    targets = of_q.narrow(-2, part.row, part.rows), piece[0], piece[1]
+                    of_rows = of_q.narrow(-2, part.row, part.rows)
+                    of_columns = [x.narrow(-2, part.column, part.columns) for x in (of_k, of_v)]
                     of_part = None if of_mask is None else _mask_of_tile(part, of_mask)
-                    attend_block_backward(
-                        reads.block(part, keys_in_ring.keys_values), outputs.narrow(part.row, part.rows), *targets, of_part
-                    )
+                    block, output = reads.block(part, keys_in_ring.keys_values), outputs.narrow(part.row, part.rows)
+                    attend_block_backward(block, output, of_rows, of_columns[0], of_columns[1], of_part)
                 if step:
                     gradient_ring.pass_on(step, owner, gradient)
             if not last:

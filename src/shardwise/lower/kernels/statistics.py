@@ -6,39 +6,25 @@ is shifted and rescaled to the merged statistics. Running statistics of every ra
 closed form of torch's operator: with few values it is a difference of nearly equal terms, and differentiating the statistics would leave
 more rounding (and reduce twice). Its two sums by channel are computed by torch's kernel as well.
 
+Buffers are written while the model runs: updates in place, and norms with running statistics. A recomputed forward writes nothing, and
+writes of later microbatches to one buffer may be deferred until after the step, as `DrawState` says.
+
 In the field's terms: batch statistics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.lower.kernels.randomness import DrawState
 from shardwise.world.world import Group
 
 _LEAST = 1e-30  # added to a shard's variance, in case all values are equal: negligible otherwise
-
-
-@dataclass(slots=True)
-class DeferredBufferWrites:
-    """Updates of one buffer by the microbatches of a step, written after the step.
-
-    `statistics`: by microbatch, (momentum, value) of each update of a moving average. `writes`: by microbatch, writes independent of the
-    batch (counts), the same in each microbatch.
-    """
-
-    statistics: dict[int, list[tuple[float, Tensor]]] = field(default_factory=dict)
-    writes: dict[int, list[Callable[[], object]]] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """Discard a step's updates."""
-        self.statistics.clear()
-        self.writes.clear()
 
 
 StatisticsGroups = tuple[tuple[Group, tuple[float, ...]], ...]  # groups over which a tensor is sharded, with each member's fraction
@@ -119,7 +105,7 @@ def _channel_shape(x: Tensor) -> list[int]:
     return [1, -1] + [1] * (x.dim() - 2)
 
 
-def batch_norm(
+def sharded_batch_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -142,7 +128,50 @@ def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups
     It is batch norm of one sample, with a channel for each group of each sample.
     """
     rows = x.reshape(1, x.shape[0] * num_groups, -1)
-    out = batch_norm(rows, None, None, None, None, 0.0, eps, parts).view(x.shape)
+    out = sharded_batch_norm(rows, None, None, None, None, 0.0, eps, parts).view(x.shape)
     shape = _channel_shape(x)
     out = out if weight is None else out * weight.view(shape)
     return out if bias is None else out + bias.view(shape)
+
+
+def write_buffer(target: Callable[..., Any], draw: DrawState, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Update the buffer in place by `target`, and return it."""
+    if draw.is_recomputing:
+        return buffer
+    later = draw.deferred_writes.get(id(buffer))
+    if later is not None:
+        later.writes.setdefault(draw.microbatch, []).append(lambda: target(buffer, *args, **kwargs))
+        return buffer
+    with torch.no_grad():
+        target(_detached_alias(buffer) if buffer.requires_grad else buffer, *args, **kwargs)
+    return buffer
+
+
+def _detached_alias(parameter: Tensor) -> Tensor:
+    """Return a parameter's memory as a separate tensor: parameters share a buffer, and autograd takes a write to one as one to all."""
+    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    return empty.set_(parameter.untyped_storage(), parameter.storage_offset(), parameter.shape, parameter.stride())
+
+
+def batch_norm(draw: DrawState, parts: StatisticsGroups, x: Tensor, *as_torch: Any) -> Tensor:
+    """Return torch's batch norm in training, with statistics over `parts`."""
+    weight, bias, mean, var, training, momentum, eps = as_torch[:7]
+    if mean is not None and var is not None:
+        if draw.is_recomputing:
+            mean, var = mean.clone(), var.clone()  # updated in the first forward; without them, torch would save other tensors
+        elif id(mean) in draw.deferred_writes:
+            running = torch.zeros_like(mean), torch.zeros_like(var)
+            for buffer, value in zip((mean, var), running, strict=True):
+                draw.deferred_writes[id(buffer)].statistics.setdefault(draw.microbatch, []).append((momentum, value))
+            (mean, var), momentum = running, 1.0  # the statistics of this microbatch alone
+    if not parts:
+        return torch.ops.aten.batch_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]
+    return sharded_batch_norm(x, weight, bias, mean, var, momentum, eps, parts)
+
+
+def instance_norm(draw: DrawState, x: Tensor, *as_torch: Any) -> Tensor:
+    """Return torch's instance norm in training, with running statistics."""
+    weight, bias, mean, var, training, momentum, eps = as_torch[:7]
+    if draw.is_recomputing:
+        mean, var = mean.clone(), var.clone()
+    return torch.ops.aten.instance_norm.default(x, weight, bias, mean, var, training, momentum, eps, False)  # type: ignore[no-any-return]

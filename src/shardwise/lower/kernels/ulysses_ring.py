@@ -19,9 +19,19 @@ from torch import Tensor
 from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.ring import Ranges, Ring, ring_attention
 from shardwise.lower.kernels.sample_positions import DrawnShard
-from shardwise.lower.kernels.shared_heads import shared_heads
 from shardwise.plan.ir.placement import Range, even_shard_ranges
 from shardwise.world.comm.group import Group
+
+
+def shared_heads(x: Tensor, first: int, count: int, num_query_heads: int) -> Tensor:
+    """Return, of keys or values [..., heads, positions, width], those that query heads `first` to `first + count` of `of` read: each once
+    where equally many queries read it, else one per query head."""
+    group_size = num_query_heads // x.shape[-3]
+    heads = [(first + i) // group_size for i in range(count)]
+    num_heads = heads[-1] + 1 - heads[0]
+    if heads == [heads[0] + i * num_heads // count for i in range(count)]:
+        return x.narrow(-3, heads[0], num_heads)
+    return x.index_select(-3, torch.tensor(heads, device=x.device))
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,9 @@ def ulysses_ring_attention(exchange: HeadExchange, q: Tensor, k: Tensor, v: Tens
         with torch.autocast(q.device.type, enabled=False):
             return ulysses_ring_attention(exchange, q.to(autocast_dtype), k.to(autocast_dtype), v.to(autocast_dtype), mask)
     heads = [(start, stop - start) for start, stop in even_shard_ranges(q.shape[-3], exchange.group.size)]
-    own_index, rows, columns = (
-        exchange.group.index,
-        [_num_positions(item) for item in exchange.queries],
-        [_num_positions(item) for item in exchange.keys],
-    )
-    read = [[q.narrow(-3, *head_range), *(shared_heads(x, *head_range, q.shape[-3]) for x in (k, v))] for head_range in heads]
+    own_index = exchange.group.index
+    rows, columns = ([_num_positions(item) for item in at] for at in (exchange.queries, exchange.keys))
+    read = [[q.narrow(-3, first, n), *(shared_heads(x, first, n, q.shape[-3]) for x in (k, v))] for first, n in heads]
     shapes = [
         [(*x.shape[:-2], length, x.shape[-1]) for x, length in zip(read[own_index], (a, b, b), strict=True)]
         for a, b in zip(rows, columns, strict=True)
@@ -112,12 +119,9 @@ def _mask_of_heads(exchange: HeadExchange, mask: Tensor, heads: list[tuple[int, 
     if not exchange.has_mask_rows:
         return own_part
     shapes = [[(*own_part.shape[:-2], _num_positions(at), own_part.shape[-1])] for at in exchange.queries]
-    if mask.dtype is not torch.bool:
-        return _sort_positions(
-            [item for (item,) in _exchange_tensors(exchange.group, [[part] for part in parts], shapes)], exchange.queries
-        )
-    received = _exchange_tensors(exchange.group, [[part.to(torch.uint8)] for part in parts], shapes)
-    return _sort_positions([item for (item,) in received], exchange.queries).to(torch.bool)
+    sent_dtype = torch.uint8 if mask.dtype is torch.bool else mask.dtype
+    received = _exchange_tensors(exchange.group, [[part.to(sent_dtype)] for part in parts], shapes)
+    return _sort_positions([item for (item,) in received], exchange.queries).to(mask.dtype)
 
 
 def _num_positions(at: Ranges) -> int:

@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.model.graph import Graph, Operator, uses_batch_statistics, writes_buffer, written_buffers
-from shardwise.ops import Rule, is_random, record_of
-from shardwise.ops.linearity import is_sum, jointly_linear_in, separately_linear_in
+from shardwise.ops import Rule, is_random, is_sum, jointly_linear_in, record_of, separately_linear_in
 from shardwise.ops.rule import SAMPLE_MIXING
 from shardwise.ops.vocabulary import ViewKind
 from shardwise.plan.ir.placement import P, Placement, R, Shard, is_shard
@@ -42,7 +41,9 @@ class SampleCoupling:
 def local_statistics_couplings(graph: Graph) -> tuple[SampleCoupling, ...]:
     """Return the operators for which `batch_norm=local` differs from training on the whole batch."""
     why = "takes statistics over each replica's samples"
-    return tuple(SampleCoupling(op.site, why) for op in graph.operators if record_of(op).over_samples and uses_batch_statistics(op))
+    return tuple(
+        SampleCoupling(op.site, why) for op in graph.operators if record_of(op).statistics.over_samples and uses_batch_statistics(op)
+    )
 
 
 def describe_couplings(coupled: Sequence[SampleCoupling]) -> str:
@@ -164,9 +165,9 @@ class _AdditivityAnalysis:
         record = record_of(op)
         for number, value in enumerate(op.outputs):
             shape = self.graph.tensors[value].shape
-            if record.sample_invariant or is_random(op):
+            if record.output.sample_invariant or is_random(op):
                 self.uniform_dims[value] = frozenset(range(len(shape)))
-            elif record.view_kind == ViewKind.REPEAT:  # dimensions that had one row, or none
+            elif record.view.kind == ViewKind.REPEAT:  # dimensions that had one row, or none
                 source = self.graph.tensors[op.inputs[0]].shape
                 extra = len(shape) - len(source)
                 self.uniform_dims[value] = frozenset(d for d in range(len(shape)) if d < extra or source[d - extra] == 1)
@@ -217,7 +218,7 @@ class _AdditivityAnalysis:
         for row in rule.outputs:
             if label in row:
                 forms_out.append(Shard(row.index(label)))
-            elif kernel in ("average", "summands") or (kernel is None and record_of(op).contracts):
+            elif kernel in ("average", "summands") or (kernel is None and record_of(op).reduction.is_sum):
                 forms_out.append(P)
             else:
                 return self._mark_mixed(op, "works on several samples at once")

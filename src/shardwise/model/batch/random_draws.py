@@ -28,7 +28,7 @@ class SampleFold:
 
 def drawn_shape(op: Operator, tensors: Mapping[str, Tensor]) -> Shape:
     """Return the shape for which an operator draws numbers, one per element."""
-    shape = record_of(op).drawn_shape
+    shape = record_of(op).draw.shape
     return shape(op, tensors) if shape is not None else tensors[op.outputs[0]].shape
 
 

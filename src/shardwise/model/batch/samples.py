@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardwise.errors import Infeasible
 from shardwise.model.graph import Graph, Operator
 from shardwise.ops import Op, Rule, record_of
-from shardwise.ops.vocabulary import Linearity, ViewKind
+from shardwise.ops.vocabulary import Linearity, Reduction, ViewKind
 from shardwise.plan.layout import Layout
 
 
@@ -89,7 +89,7 @@ def _trace_dimension(graph: Graph, start: dict[str, int]) -> _SampleTrace:
         if not traced_inputs:
             continue
         rule, record = graph.rules[op.name], record_of(op)
-        if record.view_kind == ViewKind.RESHAPE:
+        if record.view.kind == ViewKind.RESHAPE:
             for value in op.outputs:
                 place = _dimension_after_reshape(traced_inputs[0][1], shapes[op.inputs[0]], shapes[value])
                 if place is None:
@@ -116,10 +116,12 @@ def _trace_operator(
     labels = {row[place.dim] for _, place, row in rows if row is not None}
     if not labels:  # its values are not read
         return
-    sums = record.is_loss or (record.contracts and record.linear == Linearity.JOINT) or op.function is not None
+    sums = record.reduction.is_loss or (record.reduction.is_sum and record.linear == Linearity.JOINT) or op.function is not None
     if sums and all(prod(shapes[value]) == 1 for value in op.outputs):
         followed.is_summed = True
-        if record.over_classes and any(i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here):
+        if record.reduction == Reduction.CLASS_LOSS and any(
+            i == 0 and place.dim == min(1, len(shapes[op.inputs[0]]) - 1) for i, place in here
+        ):
             followed.mixed_at = followed.mixed_at or op
         return
     label = next(iter(labels))
@@ -129,7 +131,7 @@ def _trace_operator(
         followed.stepped_at = followed.stepped_at or (op if here[0][1].dim == time and len(shapes[op.inputs[0]]) == 3 else None)
     if not label or len(labels) > 1 or rule.kernels.get(label) in ("statistics", "vocabulary", "running"):
         followed.mixed_at = followed.mixed_at or op
-        if record.mixes_positions:
+        if record.view.mixes_positions:
             for value in op.outputs:
                 if len(shapes[value]) == len(shapes[op.inputs[here[0][0]]]):
                     followed.dimensions[value] = place

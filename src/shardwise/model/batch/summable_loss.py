@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from shardwise.model.batch.additive import BatchAdditivity
 from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
 from shardwise.model.stages.stages import Stage, split
-from shardwise.ops import is_elementwise, record_of
-from shardwise.ops.linearity import is_sum, jointly_linear_in
-from shardwise.ops.vocabulary import Linearity
+from shardwise.ops import is_elementwise, is_sum, jointly_linear_in, record_of
+from shardwise.ops.vocabulary import Linearity, Reduction
 from shardwise.plan.ir.placement import P
 
 SHARE = "batch_share"
@@ -111,7 +110,7 @@ def with_counted_means(graph: Graph) -> Graph:
 
 def _split_mean(op: Operator, tensors: dict[str, Tensor]) -> list[Operator]:
     """Return the operators of a mean over targets that count, split into sum and count; empty for any other operator."""
-    if not record_of(op).over_classes or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
+    if record_of(op).reduction != Reduction.CLASS_LOSS or tensors[op.inputs[0]].shape == tensors[op.inputs[1]].shape:
         return []
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     arguments = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
@@ -243,7 +242,7 @@ def _with_full_batch_numbers(op: Operator, full_batch_op: Operator) -> Operator:
     """Return an operator of a microbatch with the numbers that it has for the whole batch, where these are no sizes."""
     if (op.args, op.kwargs) == (full_batch_op.args, full_batch_op.kwargs):
         return op
-    at = record_of(op).fill_at
+    at = record_of(op).output.fill_at
     if at is not None and len(op.args) > at:
         return replace(op, args=(*op.args[:at], full_batch_op.args[at], *op.args[at + 1 :]))
     if not is_elementwise(op):

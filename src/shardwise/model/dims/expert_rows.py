@@ -11,17 +11,17 @@ from shardwise.model.dims.labels import ValueDim, dims_by_label
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.union_find import UnionFind
 from shardwise.ops import Rule, is_random, record_of
-from shardwise.ops.vocabulary import ExpertStage
+from shardwise.ops.vocabulary import LoweringKind
 
 
 def expert_row_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[ValueDim]:
     """Return (value, dimension) that are rows of experts."""
     dims: set[ValueDim] = set()
     for op in graph.operators:
-        rule, expert_rows = rules[op.name], record_of(op).expert_rows
-        if expert_rows == ExpertStage.DISPATCH:
+        rule, expert_rows = rules[op.name], record_of(op).expert_stage
+        if expert_rows == LoweringKind.EXPERT_DISPATCH:
             dims.update((value, 0) for value in op.outputs)
-        elif rule is not None and expert_rows != ExpertStage.COMBINE and dims:
+        elif rule is not None and expert_rows != LoweringKind.EXPERT_COMBINE and dims:
             rows = zip(op.inputs, rule.inputs, strict=True)
             labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in dims}
             outputs = zip(op.outputs, rule.outputs, strict=True)
@@ -36,7 +36,7 @@ def replicated_expert_rows(graph: Graph, rules: Mapping[str, Rule | None], rows:
         return rows
     joined, needed = UnionFind[ValueDim](), {(value, dim) for value, dim in rows if value in (*graph.outputs, graph.loss)}
     for op in graph.operators:
-        if record_of(op).expert_rows == ExpertStage.DISPATCH:
+        if record_of(op).expert_stage == LoweringKind.EXPERT_DISPATCH:
             joined.union([(value, 0) for value in op.outputs])
         elif not rows.isdisjoint((value, dim) for value in op.inputs for dim in range(len(graph.tensors[value].shape))):
             rule = rules[op.name]
@@ -49,7 +49,7 @@ def replicated_expert_rows(graph: Graph, rules: Mapping[str, Rule | None], rows:
 
 def _rows_needed_whole(graph: Graph, op: Operator, rule: Rule | None, rows: frozenset[ValueDim]) -> Iterator[ValueDim]:
     """Yield the rows that an operator needs in full."""
-    if record_of(op).expert_rows:
+    if record_of(op).expert_stage:
         return
     read = [(value, dim) for value in op.inputs for dim in range(len(graph.tensors[value].shape)) if (value, dim) in rows]
     if rule is None or is_random(op):  # a rank's rows are no shard of those of a serial run, so draws would differ

@@ -76,7 +76,7 @@ def label_meanings(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[str, 
 
 
 def _reads_weights(graph: Graph, op: Operator) -> bool:
-    return record_of(op).is_lookup or operator_flops(op, graph.tensors) > 0
+    return record_of(op).product.is_lookup or operator_flops(op, graph.tensors) > 0
 
 
 def _derived_weights(graph: Graph) -> set[str]:
@@ -193,7 +193,7 @@ def expert_weights(graph: Graph) -> dict[str, str]:
     axes: dict[str, str] = {}
     for op in graph.operators:
         weights = [value for value in op.inputs if value in stacked]
-        rule = graph.rules[op.name] if weights and record_of(op).product == MatmulKind.BATCHED else None
+        rule = graph.rules[op.name] if weights and record_of(op).product.kind == MatmulKind.BATCHED else None
         if rule is not None:
             rows = dict(zip(op.inputs, rule.inputs, strict=True))
             output = set(rule.outputs[0])
@@ -202,6 +202,6 @@ def expert_weights(graph: Graph) -> dict[str, str]:
                 read = {label for other, row in rows.items() if other != value for label in row or ()}
                 if experts in output and sum(x not in output for x in matrix) == 1 and any(x in output and x not in read for x in matrix):
                     axes[value] = op.name
-        elif record_of(op).product == MatmulKind.GROUPED:
+        elif record_of(op).product.kind == MatmulKind.GROUPED:
             axes.update(dict.fromkeys(trained.intersection(op.inputs[2:]), op.name))
     return axes

@@ -86,7 +86,7 @@ def _neighbor_positions(
     if rule is None:
         return
     shapes = {value: graph.tensors[value].shape for value in (*op.inputs, *op.outputs)}
-    if record_of(op).view_kind == ViewKind.RESHAPE:
+    if record_of(op).view.kind == ViewKind.RESHAPE:
         counterparts = op.outputs if place[0] == op.inputs[0] else op.inputs[:1] if place[0] in op.outputs else ()
         for value in counterparts:
             if (target := position_after_reshape(shapes[place[0]], place[1], run, shapes[value])) is not None:
@@ -156,11 +156,11 @@ def _seed_positions(graph: Graph, rules: Mapping[str, Rule | None], samples: Map
             yield from ((value, dim) for dim, label in enumerate(row) if rule.kernels.get(label) in (QUERIES, KEYS))
         if record.over_steps:
             yield op.inputs[0], (rule.inputs[0] or ("",)).index("")  # steps are not sharded, and samples are
-        if record.is_lookup and op.inputs[1] in follows:
+        if record.product.is_lookup and op.inputs[1] in follows:
             dims = range(len(graph.tensors[op.inputs[1]].shape))
             of_samples = [dim for dim in dims if (op.inputs[1], dim) in samples] or [0]
             yield from ((op.inputs[1], dim) for dim in dims if dim not in of_samples)
-        if record.outputs_probabilities and op.inputs[0] in follows:
+        if record.output.is_probability and op.inputs[0] in follows:
             yield from _score_positions(graph, rules, makers, weights, op)
 
 
@@ -205,7 +205,7 @@ def _hidden_keys(graph: Graph, producers: Mapping[str, Operator], value: str, ho
     op = producers.get(value)
     if op is None or not op.inputs:
         return set()
-    predicate = record_of(op).mask_predicate
+    predicate = record_of(op).output.mask
     if predicate in (MaskPredicate.LESS, MaskPredicate.GREATER):
         first, second = op.inputs[0], op.inputs[-1]
         for keys, queries, at_most in (
@@ -236,5 +236,5 @@ def _is_counting(producers: Mapping[str, Operator], value: str) -> bool:
     """Return whether a value is computed from consecutive numbers only."""
     op = producers.get(value)
     return op is not None and (
-        record_of(op).mask_predicate == MaskPredicate.ARANGE or (bool(op.inputs) and all(_is_counting(producers, v) for v in op.inputs))
+        record_of(op).output.mask == MaskPredicate.ARANGE or (bool(op.inputs) and all(_is_counting(producers, v) for v in op.inputs))
     )

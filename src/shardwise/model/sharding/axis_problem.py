@@ -15,13 +15,12 @@ from shardwise.model.graph import Graph, Operator, Ref, writes_buffer
 from shardwise.model.sharding.axis_values import AxisValues, FixedShards, OtherAxes
 from shardwise.model.sharding.sharding import Prices, transfer_s
 from shardwise.model.work import operator_bytes, operator_flops
-from shardwise.ops import Rule, is_random, record_of, windows_of
-from shardwise.ops.attention import heads_label
+from shardwise.ops import Rule, is_random, partial_placements, reads_partial, record_of, windows_of
+from shardwise.ops.attention import heads_label, is_fused_attention
 from shardwise.ops.experts import EXPERT, num_experts
-from shardwise.ops.linearity import partial_placements, reads_partial
 from shardwise.ops.recurrent import HIDDEN_UNITS, gathered_steps
 from shardwise.ops.rule import HALO, KEYS, ORDERED, POSITIONAL, QUERIES
-from shardwise.ops.vocabulary import ExpertStage, ViewKind
+from shardwise.ops.vocabulary import LoweringKind, ViewKind
 from shardwise.plan.ir.axis import GATHER, RING, ULYSSES, ULYSSES_RING
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.placement import (
@@ -86,13 +85,13 @@ class AxisProblem(AxisValues):
     def admits(self, op: Operator, rule: Rule, label: str) -> bool:
         """Return whether the axis is meant for dimensions of this kind."""
         places = dims_with_label(op, rule, label)
-        if self.expert_rows and not record_of(op).expert_rows and not self.expert_rows.isdisjoint(places):
+        if self.expert_rows and not record_of(op).expert_stage and not self.expert_rows.isdisjoint(places):
             return True
         if self.cuts_positions:
             if self.axis_record.shards_sequences:
                 if label == heads_label(rule):
                     return True
-                return record_of(op).view_kind != ViewKind.RESHAPE and all(
+                return record_of(op).view.kind != ViewKind.RESHAPE and all(
                     place in self.sequence_dims or place in self.expert_rows for place in places
                 )
             return any(self.axis_record.shards & self.image_positions.get(place, frozenset()) for place in places)
@@ -113,7 +112,7 @@ class AxisProblem(AxisValues):
         if self.axis_record.shards_sequences and len({self.sequence_dims[place] for place in places if place in self.sequence_dims}) > 1:
             return False  # positions in different arrangements
         nested = {dim in self.nested_shards.get(value, ()) for value, dim in places}
-        if record_of(op).allows_fewer_heads and True in nested and (False in nested or places != all_places):
+        if is_fused_attention(op) and True in nested and (False in nested or places != all_places):
             return False  # nested shards of one operand with all of another
         pieces = [self.shard(*place) for place in places]
         if any(isinstance(piece, Shard) and piece.runs for piece in pieces):
@@ -131,7 +130,7 @@ class AxisProblem(AxisValues):
         """Return whether an operand has too few entries for all ranks, each of which selects those that its shard of the first operand
         reads."""
         length = self.graph.tensors[value].shape[dim]
-        repeats = record_of(op).allows_fewer_heads and value in op.inputs[1:3]
+        repeats = is_fused_attention(op) and value in op.inputs[1:3]
         return repeats and length < self.n and length < self.graph.tensors[op.inputs[0]].shape[dim]
 
     def _keeps_groups(self, value: str, dim: int, groups: int) -> bool:
@@ -177,7 +176,7 @@ class AxisProblem(AxisValues):
                 choice = self._strategy_for(op, rule, label, seconds, summed)
                 if choice is not None and choice not in options:
                     options += [choice, *self._with_gathered_output(op, choice)]
-        if self.axis_record.shards_sequences and record_of(op).view_kind == ViewKind.RESHAPE:
+        if self.axis_record.shards_sequences and record_of(op).view.kind == ViewKind.RESHAPE:
             options += self._reshape_strategies(op, seconds)
         if self.axis_record.shards_sequences and QUERIES in rule.kernels.values():
             options = self._attention_strategies(op, rule, options)
@@ -186,7 +185,7 @@ class AxisProblem(AxisValues):
             options = [
                 c for c in options if all(p is None or need in (None, p) for p, need in zip(needed, c.input_placements, strict=True))
             ] or options
-        if (self.axis_record.shards_samples or record_of(op).expert_rows) and all(
+        if (self.axis_record.shards_samples or record_of(op).expert_stage) and all(
             self.graph.tensors[v].is_differentiable for v in op.outputs
         ):
             options += [OperatorStrategy("", needs, (P,) * len(op.outputs), seconds) for needs in partial_placements(op, self.grads)]
@@ -195,9 +194,9 @@ class AxisProblem(AxisValues):
     def _is_sharded_by_expert(self, op: Operator, rule: Rule, label: str, spread: list[OperatorStrategy]) -> bool:
         """Return whether rows are sharded by expert along an axis where `label` would shard them by token: by expert wherever possible,
         since shards do not tell which."""
-        expert_rows = record_of(op).expert_rows
-        is_border = expert_rows in (ExpertStage.DISPATCH, ExpertStage.COMBINE) and bool(spread)
-        return bool(expert_rows) and (label == EXPERT or (is_border and not self.expert_rows.isdisjoint(dims_with_label(op, rule, label))))
+        stage = record_of(op).expert_stage
+        is_border = stage in (LoweringKind.EXPERT_DISPATCH, LoweringKind.EXPERT_COMBINE) and bool(spread)
+        return bool(stage) and (label == EXPERT or (is_border and not self.expert_rows.isdisjoint(dims_with_label(op, rule, label))))
 
     def _with_gathered_output(self, op: Operator, choice: OperatorStrategy) -> list[OperatorStrategy]:
         """Return the variant of a recurrence sharded by hidden units with the gathered output, which every step gathers anyway."""
@@ -207,8 +206,8 @@ class AxisProblem(AxisValues):
 
     def _expert_strategies(self, op: Operator, rule: Rule, seconds: float) -> list[OperatorStrategy]:
         """Return the strategies by expert: of a product of stacked matrices on the label of experts, and of operators on expert rows."""
-        expert_rows = record_of(op).expert_rows
-        if not expert_rows:
+        stage = record_of(op).expert_stage
+        if not stage:
             labels = dict.fromkeys(row[0] for value, row in zip(op.inputs, rule.inputs, strict=True) if value in self.experts and row)
             options = [self._strategy_for(op, rule, label, seconds, True) for label in labels]
             return [choice for choice in options if choice is not None]
@@ -220,12 +219,12 @@ class AxisProblem(AxisValues):
             or any((v, 0) in self.replicated_expert_rows for v in (*op.inputs, *op.outputs))
         ):
             return []
-        token_values = () if expert_rows == ExpertStage.INSIDE else op.inputs[0 if expert_rows == ExpertStage.DISPATCH else 2 :]
+        token_values = () if stage == LoweringKind.EXPERT_MATMUL else op.inputs[0 if stage == LoweringKind.EXPERT_DISPATCH else 2 :]
         if not all(self.can_shard(v, 0) for v in op.inputs if v not in token_values or sends):
             return []
         token_placements = {v: D if v in self.grads else R for v in token_values} if not sends else {}
         needs = tuple(token_placements.get(v) or self.shard(v, 0) for v in op.inputs)
-        makes = tuple(P if expert_rows == ExpertStage.COMBINE and not sends else self.shard(v, 0) for v in op.outputs)
+        makes = tuple(P if stage == LoweringKind.EXPERT_COMBINE and not sends else self.shard(v, 0) for v in op.outputs)
         return [OperatorStrategy(EXPERT, needs, makes, seconds / self.n)]
 
     def _reshape_strategies(self, op: Operator, seconds: float) -> list[OperatorStrategy]:
@@ -282,7 +281,7 @@ class AxisProblem(AxisValues):
             )
         if not choice.label or op.site in self.labels or self.experts.intersection(op.inputs):
             return True
-        if record_of(op).expert_rows == ExpertStage.DISPATCH and choice.label == EXPERT:
+        if record_of(op).expert_stage == LoweringKind.EXPERT_DISPATCH and choice.label == EXPERT:
             return True
         if self.experts and choice.label in self.expert_label_meanings[op.name].samples:  # experts return the tokens they were sent
             return True
@@ -314,13 +313,15 @@ class AxisProblem(AxisValues):
             return None
         seconds /= self._work_split(op, rule, label)
         contracted = any(form is P for form in makes) and kernel is None
-        bias = op.args[record.bias] if contracted and record.bias is not None and len(op.args) > record.bias else None
+        bias = (
+            op.args[record.product.bias] if contracted and record.product.bias is not None and len(op.args) > record.product.bias else None
+        )
         added = bias.value if isinstance(bias, Ref) and adds_bias_after_sum else None
         if added is not None:
             makes = (R,) * len(makes)  # the kernel reduces before it adds the bias
             seconds += self._all_reduce_s(self._size_bytes(op.outputs[0]))
         needs = self._input_placements(op, rule, label, added)
-        if needs is None or (record.statistics and not self._statistics_stay(op, needs)):
+        if needs is None or (record.statistics.positions and not self._statistics_stay(op, needs)):
             return None
         if label == HIDDEN_UNITS and record.over_steps:
             seconds += self._recurrent_gather_s(op)
@@ -359,10 +360,10 @@ class AxisProblem(AxisValues):
                     return None
                 makes.append(self.shard(value, dim))
             elif kernel == "vocabulary":
-                makes.append(P if record.is_lookup else R)
+                makes.append(P if record.product.is_lookup else R)
             elif kernel in ("extreme", "apart"):
                 makes.append(R)
-            elif kernel in ("average", "statistics", "summands") or record.contracts:
+            elif kernel in ("average", "statistics", "summands") or record.reduction.is_sum:
                 makes.append(P)
             else:
                 return None

@@ -24,7 +24,7 @@ ONEDNN_SAMPLES = 16  # from which on oneDNN runs them in one thread, too (`use_m
 def is_run_as_product(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> bool:
     """Return whether a rank runs this operator as one product, by the sizes of its local map and weights."""
     record = record_of(op)
-    if record.kind != CostKind.CONVOLUTION or record.bias is None or not op.target.endswith(".default") or op.kwargs:
+    if record.kind != CostKind.CONVOLUTION or record.product.bias is None or not op.target.endswith(".default") or op.kwargs:
         return False
     x, weight = local_operand_shapes(op, tensors, sharding)
     options: tuple[object, ...] = op.args[3:]

@@ -42,7 +42,7 @@ class CoreAttention(Generic[T]):
             core = set[T]()
             if self.operator_name(op) == KEEPS_SCORES:
                 core = {op}
-            elif self._record(op).outputs_probabilities:
+            elif self._record(op).output.is_probability:
                 core = self._core_around(op)
             if core and core.isdisjoint(taken) and not any(map(self.is_excluded, core)):
                 taken |= core
@@ -74,7 +74,7 @@ class CoreAttention(Generic[T]):
                 if op in visited or self.layer_run(op) != self.layer_run(start):
                     continue
                 visited.add(op)
-                product = self._record(op).product
+                product = self._record(op).product.kind
                 if product == MatmulKind.BATCHED:
                     nearest.add(op)
                 elif product not in (MatmulKind.LINEAR, MatmulKind.WEIGHT):

@@ -44,7 +44,7 @@ def batch_only_operators(graph: Graph) -> set[str]:
     state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
     stateful = {v.value for v in graph.parameters}
     written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, state)}
-    written |= {value for op in graph.operators if record_of(op).statistics for value in op.inputs if value in state}
+    written |= {value for op in graph.operators if record_of(op).statistics.positions for value in op.inputs if value in state}
     stateful |= written
     names = set()
     for op in graph.operators:

@@ -55,8 +55,8 @@ def _is_narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     if record.autocast == AutocastPolicy.LOW_PRECISION_OUTPUT and op.autocast != "off":
         return True
     decide = op.inputs[:1] if record.autocast == AutocastPolicy.FIRST_OPERAND else op.inputs
-    if record.dtype_from is not None and op.autocast != "off":
-        decide = op.inputs[record.dtype_from : record.dtype_from + 1]
+    if record.autocast == AutocastPolicy.LAST_STATE and record.recurrence is not None and op.autocast != "off":
+        decide = op.inputs[record.recurrence.num_states :][:1]
     return _promotes_to_bfloat16(tensors[v] for v in decide if tensors[v].dtype in ("float32", "bfloat16"))
 
 

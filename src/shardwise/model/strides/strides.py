@@ -106,7 +106,7 @@ class GraphStrides:
         """Values with memory of their own, computed by operators that otherwise return a view."""
         values = set()
         for op in self.graph.operators:
-            moves, source = record_of(op).view_kind, self.graph.tensors[op.inputs[0]] if op.inputs else None
+            moves, source = record_of(op).view.kind, self.graph.tensors[op.inputs[0]] if op.inputs else None
             if source is not None and source.strides and moves in (ViewKind.CONTIGUOUS, ViewKind.RESHAPE):
                 for value in op.outputs:
                     if moves == ViewKind.CONTIGUOUS or view_strides(source.shape, source.strides, self.graph.tensors[value].shape) is None:
@@ -118,7 +118,7 @@ class GraphStrides:
 
     def row_copies(self, op: Operator) -> frozenset[str]:
         """Return operands that a product makes contiguous before it reads them, and saves as such."""
-        rows, tensors = record_of(op).contiguous_operands, self.graph.tensors
+        rows, tensors = record_of(op).product.contiguous_operands, self.graph.tensors
         if not rows or not any(tensors[v].strides for v in op.inputs[:2]):
             return frozenset()
         values = []
@@ -155,11 +155,11 @@ class GraphStrides:
     def _gradient_strides_of(self, op: Operator, at: int, gradients: Mapping[str, Strides]) -> Strides | None:
         record, value, out, tensors = record_of(op), op.inputs[at], op.outputs[0], self.graph.tensors
         shape = tensors[value].shape
-        if record.gradient_dim_order is not None:
-            orders = record.gradient_dim_order(op)
+        if record.backward.gradient_dim_order is not None:
+            orders = record.backward.gradient_dim_order(op)
             return strides_in_order(shape, orders[at]) if orders else None
-        if record.permutation is not None:
-            order, output_strides = record.permutation(op, len(shape)), gradients.get(out) or contiguous_strides(tensors[out].shape)
+        if record.view.permutation is not None:
+            order, output_strides = record.view.permutation(op, len(shape)), gradients.get(out) or contiguous_strides(tensors[out].shape)
             return tuple(output_strides[order.index(d)] for d in range(len(shape)))
         if kind_of(op) == "convolution":
             return self.strides_of(value) if self.has_channels_last(value) else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import Infeasible
-from shardwise.lower.kernels.statistics import DeferredBufferWrites
+from shardwise.lower.kernels.randomness import DeferredBufferWrites
 from shardwise.model.graph import Operator, writes_buffer, written_buffers
 from shardwise.model.stages.stages import Stage
 from shardwise.ops import record_of
@@ -129,7 +129,7 @@ def runs_out_of_order(program: Program, stage: int) -> bool:
 def _running_statistics(stage: Stage, rank_model: RankModel) -> dict[str, None]:
     """Return graph values of the running statistics over samples that a stage writes."""
     written = written_buffers(rank_model.graph)
-    return {v: None for op in stage.operators if record_of(op).over_samples for v in op.inputs if v in written}
+    return {v: None for op in stage.operators if record_of(op).statistics.over_samples for v in op.inputs if v in written}
 
 
 def _deferred_values(stage: Stage, rank_model: RankModel, buffers: Mapping[str, str]) -> list[str]:
@@ -139,7 +139,7 @@ def _deferred_values(stage: Stage, rank_model: RankModel, buffers: Mapping[str, 
     statistics = _running_statistics(stage, rank_model)
     for op in stage.operators:
         used = [value for value in op.inputs if value in buffers]
-        if record_of(op).over_samples:
+        if record_of(op).statistics.over_samples:
             continue
         if writes_buffer(op, variables) and len(op.inputs) == 1:
             statistics.update(dict.fromkeys(used))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.lower.kernels.extremes import sharded_extreme
+from shardwise.lower.kernels.sharded_dims import sharded_extreme
 from shardwise.world import private
 from shardwise.world.world import Group
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import Infeasible
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage, Lowering
-from shardwise.lower.pending_constants import PendingConstants
+from shardwise.lower.lowering import PendingConstants
 from shardwise.model.batch.additive import SampleCoupling
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.batch.summable_loss import SummableLossGraph

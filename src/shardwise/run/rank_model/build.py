@@ -23,10 +23,10 @@ from torch import Tensor
 from shardwise.capture.capture import Loss
 from shardwise.capture.modes import Modes
 from shardwise.errors import Infeasible, ModelError
-from shardwise.lower.groups import groups_of
 from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import Lowering, layer_of, lower
+from shardwise.lower.lowering import groups_of
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.batch.samples import check_samples
 from shardwise.model.batch.summable_loss import SummableLossGraph

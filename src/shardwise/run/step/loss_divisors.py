@@ -2,7 +2,7 @@
 
 In: every microbatch's tensors, full ones if the batch is global, else this rank's rows. Out: the divisors by graph value. With a global
 batch every rank counts by itself; counts over local rows are all-reduced asynchronously and waited for where they are first read
-(`lower/pending_constants`). With asynchronous updates nothing waits: the divisor is reduced along with the loss, and divides gradients when
+(`lower/lowering`). With asynchronous updates nothing waits: the divisor is reduced along with the loss, and divides gradients when
 they are applied.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import Infeasible
 from shardwise.lower.local import LocalStage, lower
-from shardwise.lower.pending_constants import PendingConstants
+from shardwise.lower.lowering import PendingConstants
 from shardwise.model.batch.summable_loss import BatchTotal, SummableLossGraph
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.stages.stages import Stage

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.lower.kernels.random_operators import DROPOUT_VARIANTS, SUPPORTED, apply_dropout_variant, draw_name, draw_values
+from shardwise.lower.kernels.random_stream import DropoutDraw
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.kernels.sample_positions import DrawnShard, MicrobatchSamples
 from shardwise.model.batch.random_draws import SampleFold
@@ -60,7 +61,7 @@ class ReproducibleDraws(private.DispatchMode):  # type: ignore[no-untyped-call]
         fold = self._sample_folds[number] if number < len(self._sample_folds) else None
         key, box = self._draw.key(number), self._draw.box(DrawnShard(shape, fold=fold))
         if name == "native_dropout":
-            return apply_dropout_variant(name, key, box, args[0], args[1])
+            return apply_dropout_variant(name, args[0], DropoutDraw(key, box, args[1]))
         result = draw_values(draw_name(func.__name__), key, box, dtype, device, args, kwargs)
         if writes:
             args[0].copy_(result)

@@ -44,7 +44,7 @@ def _worst_error(rank_model: RankModel) -> tuple[float, int, int]:
     for number in sorted(rank_model.lowered) if low is not None and low.precision.linear_dtype else ():
         for op in rank_model.stages[number].operators:
             assert low is not None
-            if record_of(op).product != MatmulKind.LINEAR:
+            if record_of(op).product.kind != MatmulKind.LINEAR:
                 continue
             call = OperatorCall(low, Nodes(), op, {axis: label for axis, label in low.sharding.labels[op.name].items() if label}, [], {})
             if (layer := call.scaled_kernel()) is None:
