@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.run.rank_model import build
+from shardwise.run.rank_model import model_source
 
 
 def not_summed_over(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
     """From here on no gradient is summed over the axis."""
-    shard = build.shard_graph
+    shard = model_source.shard_graph
 
     def without(*given: Any) -> Any:
         found = shard(*given)
         return replace(found, gradient_axes={v: tuple(a for a in axes if a != axis) for v, axes in found.gradient_axes.items()})
 
-    monkeypatch.setattr(build, "shard_graph", without)
+    monkeypatch.setattr(model_source, "shard_graph", without)

@@ -20,7 +20,7 @@ from shardwise.plan.ir.placement import is_shard
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
-from shardwise.run.rank_model import build
+from shardwise.run.rank_model import model_source
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import verify_on_rank
 from shardwise.world.comm.group import Group
@@ -88,7 +88,7 @@ def test_cuts_over_an_axis_that_the_layout_has_not_are_refused() -> None:
     plan = replace(subject.plan(Layout.parse("tensor=2x2")), shards=(("tensor", (("tokens.weight", 0),)),))
     graph = subject.source.capture(subject.batch, subject.loss, subject.size).graph
     with pytest.raises(LayoutError, match=r"over tensor, and the tensor ranks of .* lie along rows, columns; leave \[shards.tensor\] out"):
-        build.shard_graph(plan, graph)
+        model_source.shard_graph(plan, graph)
 
 
 def cut_thrice(world: World) -> dict[str, Any] | None:
