@@ -200,7 +200,7 @@ def rank_main(folder: Path, layout: str) -> None:
     from shardwise.plan.plan import Plan
     from shardwise.train import flow
     from shardwise.train.config import TrainingConfig
-    from shardwise.world.current import current_world
+    from shardwise.world.launch.current import current_world
 
     def planner(config: TrainingConfig, known: Plan | None) -> flow.PlannedRun:
         words = list(config.plan.constrain)

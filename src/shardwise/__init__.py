@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from shardwise.run.loop.shard_module import full_state_dict
     from shardwise.run.rank_model.capture_cache import Microbatches
     from shardwise.run.verify.verification import Verification
-    from shardwise.world.current import is_main
-    from shardwise.world.current import print_once as print
+    from shardwise.world.launch.current import is_main
+    from shardwise.world.launch.current import print_once as print
     from shardwise.world.launch.launch import launch
 
 __version__ = "0.1.0"
@@ -49,9 +49,9 @@ _HOMES = {
     "Timeline": "shardwise.plan.ir.timeline",
     "Verification": "shardwise.run.verify.verification",
     "accumulate": "shardwise.run.loop.module",
-    "is_main": "shardwise.world.current",
+    "is_main": "shardwise.world.launch.current",
     "launch": "shardwise.world.launch.launch",
-    "print": "shardwise.world.current:print_once",
+    "print": "shardwise.world.launch.current:print_once",
     **dict.fromkeys(("load", "save"), "shardwise.run.loop.checkpoints"),
     **dict.fromkeys(("compare", "estimate", "explain", "scaling", "whatif"), "shardwise.cli.functions"),
     **dict.fromkeys(("comm_hook", "parallelize", "verify"), "shardwise.api"),

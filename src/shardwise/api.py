@@ -46,7 +46,7 @@ from shardwise.solve.stragglers import straggler_steps
 from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.train.trials import PlanTrial, describe_trial, fastest_plan, select_distinct_candidates, try_plans, try_plans_in_world
 from shardwise.units import parse_bytes
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
 from shardwise.zoo.resolved import ResolvedModel
@@ -445,7 +445,7 @@ def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:
     Raises:
         UsageError: an unknown name (names the nearest), or torch's process group is not initialised.
     """
-    from shardwise.world.comm_hook import comm_hook as build_hook
+    from shardwise.world.comm_hook import comm_hook as build_hook  # here: only this function needs torch.distributed
 
     return build_hook(name, build_collective, process_group)
 

@@ -16,7 +16,7 @@ from shardwise.run.decode.build_decoder import build_decoder
 from shardwise.run.decode.decoder import DECODE_PRICES, Decoder, Paging
 from shardwise.run.engine import Engine
 from shardwise.run.rank_model.model_source import ModelSource
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from shardwise.world.world import World
 
 

@@ -30,7 +30,7 @@ from shardwise.solve.search import search
 from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.train.data.loader import ShardedLoader
 from shardwise.train.data.peek_first_batch import first_batch
-from shardwise.world.current import DataParallelCoordinate, current_data_coordinate, current_world, set_data_coordinate
+from shardwise.world.launch.current import DataParallelCoordinate, current_data_coordinate, current_world, set_data_coordinate
 from shardwise.world.world import World
 
 if TYPE_CHECKING:

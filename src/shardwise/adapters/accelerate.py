@@ -23,7 +23,7 @@ from shardwise.errors import UsageError
 from shardwise.run.loop.module import accumulate, sharded_modules_of
 from shardwise.run.loop.shard_module import full_state_dict
 from shardwise.train.data.peek_first_batch import first_batch
-from shardwise.world.current import current_world, without_launcher_variables
+from shardwise.world.launch.current import current_world, without_launcher_variables
 from shardwise.world.world import World
 
 

@@ -21,7 +21,7 @@ from shardwise.adapters.first_call import ModuleNotCalled, PlanLike, divide_modu
 from shardwise.adapters.optional_imports import import_required
 from shardwise.run.loop.module import sharded_modules_of
 from shardwise.run.loop.shard_module import full_state_dict
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 
 DRAW_STATE_KEY = "shardwise"  # checkpoint key: state of the parallelized modules' random number generators
 

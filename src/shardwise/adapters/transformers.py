@@ -34,7 +34,7 @@ from shardwise.run.loop.shard_module import full_state_dict
 from shardwise.run.loop.weight_files import read_weights, write_weights
 from shardwise.train.data.peek_first_batch import first_batch
 from shardwise.units import parse_bytes
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 
 DRAW_STATE_FILE = "shardwise.json"  # file of a checkpoint: state of the model's random number generators
 

@@ -60,7 +60,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from importlib.metadata import version  # here: the command starts fast
 
         print(f"shardwise {version('shardwise')}")
         raise typer.Exit

@@ -27,7 +27,7 @@ def cache(
       shardwise cache --clear
     """
     with open_output(as_json) as out:
-        from shardwise.capture.cache.store import ENVIRONMENT_VARIABLE, OFF_WORDS, CaptureStore
+        from shardwise.capture.cache.store import ENVIRONMENT_VARIABLE, OFF_WORDS, CaptureStore  # here: the command starts fast
 
         store = CaptureStore.from_environment()
         if store is None:

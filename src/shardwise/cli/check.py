@@ -40,7 +40,7 @@ def check(
       shardwise check examples/two_rings.txt
     """
     with open_output(as_json) as out, gc_paused():
-        from shardwise.plan.ir.custom_schedule import refuse_program
+        from shardwise.plan.ir.custom_schedule import refuse_program  # here: the command starts fast
         from shardwise.schedules.diagnosis import prove_program
 
         try:
@@ -68,7 +68,7 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     Raises:
         UsageError: a file that cannot be read. ProgramError: text that is no program.
     """
-    from shardwise.plan.ir.custom_schedule import read_actions
+    from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
     from shardwise.plan.ir.program import Program
     from shardwise.schedules.diagnosis import diagnose_error
     from shardwise.schedules.lower import complete_with_transfers
@@ -92,7 +92,7 @@ def _require_postcondition(program: Program) -> None:
 
 def _describe_traffic(program: Program) -> str:
     """Describe the longest chain of messages of a collective, and what its ranks send as a fraction of the tensor."""
-    from shardwise.simulate.messages import Wire, deliver_messages, num_steps
+    from shardwise.simulate.messages import Wire, deliver_messages, num_steps  # here: the command starts fast
 
     if not program.num_actions or not program.boundary_values:
         return ""

@@ -33,7 +33,7 @@ def inspect_checkpoint(path: Where, as_json: options.Json = False) -> None:
       shardwise checkpoint inspect runs/gpt_text
     """
     with open_output(as_json) as out:
-        from shardwise.run.checkpoint.folder import read_manifest
+        from shardwise.run.checkpoint.folder import read_manifest  # here: the command starts fast
 
         folder = newest_checkpoint(path)
         _show_checkpoint(folder, read_manifest(folder), out, is_complete=None)
@@ -48,7 +48,7 @@ def verify(path: Where, as_json: options.Json = False) -> None:
       shardwise checkpoint verify runs/gpt_text
     """
     with open_output(as_json) as out:
-        from shardwise.run.checkpoint import verify as check
+        from shardwise.run.checkpoint import verify as check  # here: the command starts fast
 
         folder = newest_checkpoint(path)
         with out.working(f"reading {folder}"):
@@ -62,7 +62,7 @@ def newest_checkpoint(path: Path) -> Path:
     Raises:
         UsageError: no such folder; CheckpointError: no checkpoint in it.
     """
-    from shardwise.run.checkpoint.folder import committed_checkpoints
+    from shardwise.run.checkpoint.folder import committed_checkpoints  # here: the command starts fast
     from shardwise.run.checkpoint.manifest import MANIFEST
 
     if not path.is_dir():
@@ -76,7 +76,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def _show_checkpoint(path: Path, manifest: Manifest, out: CommandOutput, is_complete: bool | None) -> None:
-    from shardwise.run.checkpoint import inspect_checkpoint as summarize
+    from shardwise.run.checkpoint import inspect_checkpoint as summarize  # here: the command starts fast
 
     tensors = manifest.tensors
     parameters = [t for t in tensors if t.kind == "parameter"]

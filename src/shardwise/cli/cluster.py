@@ -41,7 +41,7 @@ def new_cluster(  # noqa: PLR0913
       shardwise cluster new ours --device H100 --devices 4 --nodes 2 --price 25 --priced "our contract, 2026-10" -o ours.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.catalogue import parse_cluster
+        from shardwise.cluster.catalogue import parse_cluster  # here: the command starts fast
         from shardwise.cluster.draft import draft_cluster
 
         text = draft_cluster(name, device, devices, nodes=nodes, link=link, network=network, price_per_hour=price, priced=priced)
@@ -71,7 +71,7 @@ def show_cluster(
       shardwise cluster show p4d.24xlarge --toml
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.catalogue import catalogue_names, dump
+        from shardwise.cluster.catalogue import catalogue_names, dump  # here: the command starts fast
 
         if not cluster:
             for table in _catalogue_tables():
@@ -98,7 +98,7 @@ def check(
       shardwise cluster check ours.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.plausibility import implausible_figures
+        from shardwise.cluster.plausibility import implausible_figures  # here: the command starts fast
 
         described = options.load_cluster(file, out)
         warnings = implausible_figures(described)
@@ -117,7 +117,7 @@ def show_schema(as_json: options.Json = False) -> None:
       shardwise cluster schema
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.schema import cluster_schema as cluster_schema
+        from shardwise.cluster.schema import cluster_schema as cluster_schema  # here: the command starts fast
 
         if not as_json:
             typer.echo(json.dumps(cluster_schema(), indent=2))
@@ -160,7 +160,7 @@ def _cluster_table(cluster: Cluster) -> TextTable:
 
 
 def _catalogue_tables() -> tuple[TextTable, ...]:
-    from shardwise.cluster.catalogue import catalogue_entry, catalogue_names
+    from shardwise.cluster.catalogue import catalogue_entry, catalogue_names  # here: the command starts fast
 
     def rows(kind: str, *keys: str) -> tuple[tuple[str, ...], ...]:
         entries = {name: catalogue_entry(kind, name) for name in catalogue_names(kind)}

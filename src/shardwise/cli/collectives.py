@@ -56,13 +56,13 @@ def compare(
       shardwise collectives compare --ranks 64 --bytes 1GB --cluster 8xdgx-a100-80 -o picture.svg
     """
     with open_output(as_json) as out, gc_paused():
-        from shardwise.units import parse_bytes
+        from shardwise.units import parse_bytes  # here: the command starts fast
 
         total = parse_bytes(size)
         if total < 1:
             raise UsageError(f"--bytes {size}: a tensor has a byte or more")
         if target is not None:
-            from shardwise.report.canvas import check_suffix
+            from shardwise.report.canvas import check_suffix  # here: the command starts fast
 
             check_suffix(target)
         if ranks > MAX_CLOSED_FORM_RANKS:
@@ -103,13 +103,13 @@ def draw(
       shardwise collectives draw ring --ranks 4 -o picture.svg
     """
     with open_output(as_json) as out, gc_paused():
-        from shardwise.collectives import build
+        from shardwise.collectives import build  # here: the command starts fast
         from shardwise.plan.ir.check import check
         from shardwise.plan.ir.program import Recv
         from shardwise.simulate.messages import Wire, deliver_messages, num_steps
 
         if target is not None:
-            from shardwise.report.canvas import check_suffix
+            from shardwise.report.canvas import check_suffix  # here: the command starts fast
 
             check_suffix(target)
         program = build(collective, name, _level_sizes(name, None, ranks))
@@ -136,7 +136,7 @@ def draw(
             for line in lines:
                 out.text(f"  {line}")
         if target is not None:
-            from shardwise.report.collectives import steps_picture
+            from shardwise.report.collectives import steps_picture  # here: the command starts fast
 
             steps_picture(headline, program.num_ranks, arrows).write(target)
             out.text(f"picture: {target}")
@@ -148,7 +148,7 @@ def draw(
 
 
 def _arrow_of(message: TimedMessage, added: bool) -> Arrow:
-    from shardwise.report.collectives import Arrow
+    from shardwise.report.collectives import Arrow  # here: the command starts fast
 
     pieces = [",".join(map(str, value.index)) for value in message.values]
     words = " ".join(pieces) if len(pieces) < 4 else f"{pieces[0]} .. {pieces[-1]}"
@@ -159,7 +159,7 @@ def _parse_machines(cluster: str, ranks: int) -> Cluster | None:
     """Parse the cluster, if any. Raises UsageError where it has fewer devices than ranks."""
     if not cluster:
         return None
-    from shardwise.cluster.cluster import Cluster
+    from shardwise.cluster.cluster import Cluster  # here: the command starts fast
 
     machines = Cluster.parse(cluster)
     if machines.num_devices < ranks:
@@ -169,7 +169,7 @@ def _parse_machines(cluster: str, ranks: int) -> Cluster | None:
 
 def _level_sizes(name: str, machines: Cluster | None, ranks: int) -> int | tuple[int, ...]:
     """Return (ranks of a node, nodes) for hierarchical algorithms, near to a square without nodes; else the number of ranks."""
-    from shardwise.collectives import NESTED
+    from shardwise.collectives import NESTED  # here: the command starts fast
 
     if name not in NESTED:
         return ranks
@@ -180,7 +180,7 @@ def _level_sizes(name: str, machines: Cluster | None, ranks: int) -> int | tuple
 
 
 def _build_programs(collective: str, machines: Cluster | None, ranks: int) -> dict[str, Program]:
-    from shardwise.collectives import ALGORITHMS, build
+    from shardwise.collectives import ALGORITHMS, build  # here: the command starts fast
 
     if collective not in ALGORITHMS:
         build(collective, "", ranks)  # raises, with the known collectives
@@ -199,7 +199,7 @@ def _build_programs(collective: str, machines: Cluster | None, ranks: int) -> di
 
 
 def _simulate_traffic(program: Program, total: float, machines: Cluster | None) -> Traffic:
-    from shardwise.simulate.messages import Wire, deliver_messages
+    from shardwise.simulate.messages import Wire, deliver_messages  # here: the command starts fast
     from shardwise.simulate.wires import cluster_wires
 
     piece_bytes = total / len(program.boundary_values)
@@ -212,7 +212,7 @@ Comparison = tuple[list[dict[str, Any]], dict[str, list[float]]]  # one row per 
 
 def _compare_by_simulation(collective: str, machines: Cluster | None, ranks: int, total: float) -> Comparison:
     """Time each algorithm by simulating its program message by message."""
-    from shardwise.simulate.messages import num_steps
+    from shardwise.simulate.messages import num_steps  # here: the command starts fast
 
     if ranks > MAX_RANKS_WITHOUT_CLOSED_FORM:
         raise UsageError(
@@ -234,7 +234,7 @@ def _compare_by_simulation(collective: str, machines: Cluster | None, ranks: int
 
 def _compare_by_closed_form(collective: str, machines: Cluster | None, ranks: int, total: float) -> Comparison:
     """Time each all-reduce algorithm by its closed form."""
-    from shardwise.cost.network.collectives import CLOSED_FORMS, all_reduce_s
+    from shardwise.cost.network.collectives import CLOSED_FORMS, all_reduce_s  # here: the command starts fast
     from shardwise.cost.network.traffic import all_reduce_traffic
 
     rows, times = [], {}
@@ -255,7 +255,7 @@ def _compare_by_closed_form(collective: str, machines: Cluster | None, ranks: in
 
 def _group_links(machines: Cluster | None, ranks: int, inside: int) -> GroupHops:
     """Return the links of a group of the first `ranks` ranks, without the cost of the additions, which the simulation leaves out too."""
-    from dataclasses import replace
+    from dataclasses import replace  # here: the command starts fast
 
     from shardwise.cost.network.collectives import GroupHops, Hop, hops_of
     from shardwise.cost.network.network import RankGroup
@@ -269,7 +269,7 @@ def _group_links(machines: Cluster | None, ranks: int, inside: int) -> GroupHops
 
 def _library_times_s(collective: str, machines: Cluster | None, ranks: int) -> list[float]:
     """Seconds of the communication library's own algorithm for each of SIZES; empty where they are unknown."""
-    from shardwise.cost.network.network import FACTORS, RankGroup, collective_s
+    from shardwise.cost.network.network import FACTORS, RankGroup, collective_s  # here: the command starts fast
 
     if machines is None or collective not in FACTORS:
         return []
@@ -277,7 +277,7 @@ def _library_times_s(collective: str, machines: Cluster | None, ranks: int) -> l
 
 
 def _draw_times(collective: str, machines: Cluster | None, ranks: int, times: dict[str, list[float]], library: list[float]) -> Drawing:
-    from shardwise.report.collectives import times_picture
+    from shardwise.report.collectives import times_picture  # here: the command starts fast
 
     lines = {name: list(zip(SIZES, row, strict=True)) for name, row in times.items()}
     if library:
@@ -290,7 +290,7 @@ def _show_comparison(
     out: CommandOutput, collective: str, ranks: int, total: float, machines: Cluster | None, rows: list[dict[str, Any]],
     best: dict[int, tuple[str, float]], library: list[float],
 ) -> None:  # fmt: skip
-    from shardwise.report.tables import TextTable
+    from shardwise.report.tables import TextTable  # here: the command starts fast
     from shardwise.units import format_bytes, format_seconds
 
     where = machines.name if machines is not None else "equal links of 25 GB/s and 10 us"

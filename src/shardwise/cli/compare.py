@@ -47,7 +47,7 @@ def compare(first: File, second: File, cluster: options.OtherCluster = None, as_
 
 
 def _compare_plans(first: Path, second: Path, cluster: str | None, out: CommandOutput) -> None:
-    from shardwise.cli.pricing_context import read_plan_in_context
+    from shardwise.cli.pricing_context import read_plan_in_context  # here: the command starts fast
 
     (left, left_setting), (right, right_setting) = (read_plan_in_context(file, out, cluster) for file in (first, second))
     with out.working(f"pricing {first} and {second}"):
@@ -57,7 +57,7 @@ def _compare_plans(first: Path, second: Path, cluster: str | None, out: CommandO
 
 def show_plan_comparison(plans: tuple[Plan, Plan], priced: Sequence[PricedVariant], out: CommandOutput) -> None:
     """Show two priced plans side by side, and the parameters that they shard differently."""
-    from shardwise.cli.variants import comparison_table, variant_record
+    from shardwise.cli.variants import comparison_table, variant_record  # here: the command starts fast
 
     left, right = priced
     out.table(comparison_table("Plans", left, right))
@@ -80,7 +80,7 @@ def _shards_table(plans: tuple[Plan, Plan], names: tuple[str, str]) -> TextTable
 
 def _actions_table(difference: TimelineDifference, a: Timeline, b: Timeline) -> TextTable:
     """Tabulate the computes whose durations differ most, with the difference of their ends."""
-    from shardwise.units import format_seconds
+    from shardwise.units import format_seconds  # here: the command starts fast
 
     def signed(seconds: float) -> str:
         return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
@@ -104,7 +104,7 @@ def _actions_table(difference: TimelineDifference, a: Timeline, b: Timeline) -> 
 
 
 def _compare_timelines(first: Path, second: Path, out: CommandOutput) -> None:
-    from shardwise.report.run_folder import read_trace
+    from shardwise.report.run_folder import read_trace  # here: the command starts fast
 
     for file in (first, second):
         if not file.is_file():
@@ -114,7 +114,7 @@ def _compare_timelines(first: Path, second: Path, out: CommandOutput) -> None:
 
 def show_timeline_comparison(a: Timeline, b: Timeline, out: CommandOutput, names: tuple[str, str] = ("first", "second")) -> None:
     """Show two timelines kind by kind, and the actions that differ most; `names` where timelines have none."""
-    from shardwise.plan.ir.timeline import compare as by_kind
+    from shardwise.plan.ir.timeline import compare as by_kind  # here: the command starts fast
     from shardwise.plan.ir.timeline_difference import compare_by_action
     from shardwise.units import format_percent, format_seconds
 

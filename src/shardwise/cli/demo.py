@@ -32,7 +32,7 @@ def demo(
       shardwise demo --text my.txt steps=200
     """
     with open_output(False) as out:
-        from shardwise.cli.train import run, run_summary_table
+        from shardwise.cli.train import run, run_summary_table  # here: the command starts fast
         from shardwise.report.cluster_tables import cluster_tables
 
         if text is not None and not text.exists():
@@ -67,7 +67,7 @@ def next_run_folder(runs: Path) -> Path:
 
 def show_results(folder: Path, out: CommandOutput) -> None:
     """Show the generated text, the plan with its reasons, the run folder, and commands to try next."""
-    from shardwise.report.run_folder import read_folder
+    from shardwise.report.run_folder import read_folder  # here: the command starts fast
     from shardwise.report.tables import TextTable, reasons_table, summary_table
 
     subject = read_folder(folder)

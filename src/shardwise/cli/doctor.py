@@ -22,13 +22,13 @@ def doctor(as_json: options.Json = False) -> None:
       shardwise doctor
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.doctor import Check
+        from shardwise.cluster.doctor import Check  # here: the command starts fast
         from shardwise.cluster.doctor import check_machine as examine
 
         with out.working("looking at this machine"):
             checks = examine()
             if all(check.ok for check in checks if check.name == "torch"):
-                from shardwise.world.matmul_backend import load_or_measure_timings
+                from shardwise.world.matmul_backend import load_or_measure_timings  # here: the command starts fast
 
                 checks = (*checks, Check("float32 products", True, str(load_or_measure_timings()), needed=False))
         failed = [check for check in checks if check.needed and not check.ok]

@@ -62,7 +62,7 @@ def estimate(  # noqa: PLR0913
       shardwise estimate gpt-175b --cluster dgx-a100-80 --gpus 1 --tokens 300e9
     """
     with open_output(as_json) as out:
-        from shardwise.cli.pricing_context import pricing_context_of_name
+        from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
         from shardwise.cluster.resize import resize_cluster
 
         machines = options.load_cluster(cluster, out)
@@ -81,7 +81,7 @@ def show_estimate(
     out: CommandOutput,
 ) -> None:
     """Show time and cost of training a pricing context's model; arguments as of the verb, without `batch` a usual one."""
-    from shardwise.report.economy import work_unit
+    from shardwise.report.economy import work_unit  # here: the command starts fast
     from shardwise.solve.space import parse_constraints
 
     parse_constraints(" ".join(constrain))  # contradictory constraints are an error, not a model that does not fit
@@ -129,7 +129,7 @@ class _TrainingCost:
 
 def _estimate_by_arithmetic(setting: PricingContext, flops: float, plan: Plan | None, refused: str) -> _TrainingCost:
     """Estimate from the FLOPs alone, for a model that does not fit, or that could not be captured and so has no prediction."""
-    from shardwise.report.economy import power_w, usd_per_hour
+    from shardwise.report.economy import power_w, usd_per_hour  # here: the command starts fast
 
     machines = setting.cluster
     seconds, rate_assumption = compute_bound(setting, flops)
@@ -148,7 +148,7 @@ def _estimate_by_arithmetic(setting: PricingContext, flops: float, plan: Plan | 
 
 def _estimate_by_plan(plan: Plan, setting: PricingContext, work: TrainingWork) -> _TrainingCost:
     """Estimate training by a plan's predicted step time."""
-    from shardwise.report.economy import power_w, training_bill, usd_per_hour
+    from shardwise.report.economy import power_w, training_bill, usd_per_hour  # here: the command starts fast
 
     machines, p, size = setting.cluster, plan.prediction, setting.batch_size
     assert p is not None
@@ -176,7 +176,7 @@ def _plan_or_refusal(setting: PricingContext, constraints: Sequence[str]) -> tup
 def _show_tables(
     out: CommandOutput, rows: tuple[tuple[str, str], ...], plan: Plan | None, estimate: _TrainingCost, assumptions: list[str]
 ) -> None:
-    from shardwise.report.economy import format_kwh, format_usd
+    from shardwise.report.economy import format_kwh, format_usd  # here: the command starts fast
 
     paid = (
         ("money", format_usd(estimate.usd) or "price not known"),
@@ -260,7 +260,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _training_flops(setting: PricingContext, work: TrainingWork) -> float:
-    from shardwise.model.work import model_flops
+    from shardwise.model.work import model_flops  # here: the command starts fast
 
     return model_flops(setting.graph) * work.samples / setting.graph.batch_size
 
@@ -276,7 +276,7 @@ def _plan_assumptions(plan: Plan, setting: PricingContext) -> list[str]:
 
 def _prediction_record(plan: Plan | None) -> dict[str, object]:
     """Return the prediction of a step as a record; all None without a plan."""
-    from shardwise.report.tables import PARTS
+    from shardwise.report.tables import PARTS  # here: the command starts fast
 
     if plan is None or plan.prediction is None:
         memory = ("memory_bytes", "protection_bytes", "copies_bytes", "saving_bytes")

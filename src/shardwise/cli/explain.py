@@ -39,7 +39,7 @@ def explain(
       shardwise explain plan.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cli.pricing_context import read_plan_in_context
+        from shardwise.cli.pricing_context import read_plan_in_context  # here: the command starts fast
 
         plan, setting = read_plan_in_context(file, out, cluster, sequence)
         show_explanation(plan, setting, out, most, brief)
@@ -47,7 +47,7 @@ def explain(
 
 def show_explanation(plan: Plan, setting: PricingContext, out: CommandOutput, most: int = MAX_CANDIDATES, brief: bool = False) -> None:
     """Show a full explanation of a plan with `most` candidates; with `brief` neither other choices nor placements."""
-    from shardwise.cli.variants import variant_record, variants_table
+    from shardwise.cli.variants import variant_record, variants_table  # here: the command starts fast
 
     out.table(summary_table(plan))
     if plan.uncaptured:
@@ -81,7 +81,7 @@ def _show_alternatives(
     plan: Plan, setting: PricingContext, base: PricedVariant, out: CommandOutput
 ) -> tuple[list[PricedVariant], tuple[PlacementRow, ...]]:
     """Price and show what is not in the plan file: other choices and the placements of operators."""
-    from shardwise.cli.changes import neighbouring_layouts
+    from shardwise.cli.changes import neighbouring_layouts  # here: the command starts fast
     from shardwise.cli.variants import variants_table
     from shardwise.report.placements import placement_rows, placements_table
 
@@ -100,7 +100,7 @@ def _show_alternatives(
 
 def candidate_variants(plan: Plan, setting: PricingContext, base: PricedVariant, most: int) -> list[PricedVariant]:
     """Return the chosen layout, then the search's other candidates by step time, then the refused ones."""
-    from shardwise.cli.pricing_context import PricedVariant
+    from shardwise.cli.pricing_context import PricedVariant  # here: the command starts fast
 
     not_chosen = [c for c in plan.candidates if c.layout != plan.layout]
     timed = sorted(
@@ -126,7 +126,7 @@ def _reason_records(plan: Plan) -> list[dict[str, str]]:
 
 def _describe_refit(plan: Plan, layout: object, name: str) -> str:
     """Describe the other keys that change with a choice."""
-    from shardwise.plan.layout import KEYS
+    from shardwise.plan.layout import KEYS  # here: the command starts fast
 
     key = name.partition("=")[0]
     adapted = [

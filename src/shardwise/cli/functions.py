@@ -69,7 +69,7 @@ class Answer(CommandOutput):
         self.record = {key: as_json(value) for key, value in record.items()}
 
     def __str__(self) -> str:
-        from io import StringIO
+        from io import StringIO  # here: the command starts fast
 
         from rich.console import Console
 
@@ -292,7 +292,7 @@ def _resolve_module(
             raise UsageError(f"{name} was given with a batch of {size} samples, and {wanted} are asked for; give it with such a batch")
         return inputs
 
-    from torch import nn
+    from torch import nn  # here: the command starts fast
 
     if isinstance(make, nn.Module):
         return ResolvedModel(name, lambda: make, given_batch, loss, size), make

@@ -50,10 +50,10 @@ def launch(  # noqa: PLR0913
       shardwise launch --kubernetes -o job.yaml -- train examples/gpt_text.toml plan.cluster=2xdgx-h100
     """
     with open_output(as_json) as out:
-        from shardwise.cli.launchers.job import LaunchJob, parse_job
+        from shardwise.cli.launchers.job import LaunchJob, parse_job  # here: the command starts fast
 
         if host >= 0:  # started on a host by one of the launchers below
-            from shardwise.cli.launchers import host as on_host
+            from shardwise.cli.launchers import host as on_host  # here: the command starts fast
 
             raise typer.Exit(on_host.run(LaunchJob(tuple(command), hosts, ranks, threads_per_rank=threads), host, address, port, held))
         if sum(map(bool, (slurm, ray, ssh, kubernetes, skypilot))) != 1:
@@ -63,7 +63,7 @@ def launch(  # noqa: PLR0913
         if slurm:
             _launch_slurm(job, option or [], target, out)
         elif kubernetes or skypilot:
-            from shardwise.cli.launchers import manifests
+            from shardwise.cli.launchers import manifests  # here: the command starts fast
 
             _write(manifests.kubernetes_manifest(job, image) if kubernetes else manifests.skypilot_task(job), target, out)
         else:
@@ -74,16 +74,16 @@ def launch(  # noqa: PLR0913
 
 def _run_job(job: LaunchJob, names: list[str], ray: str, address: str, port: int) -> int:
     if ray:
-        from shardwise.cli.launchers import on_ray
+        from shardwise.cli.launchers import on_ray  # here: the command starts fast
 
         return on_ray.run(job, ray)
-    from shardwise.cli.launchers import ssh
+    from shardwise.cli.launchers import ssh  # here: the command starts fast
 
     return ssh.run(job, names, address, port)
 
 
 def _launch_slurm(job: LaunchJob, sbatch_options: list[str], target: Path | None, out: CommandOutput) -> None:
-    from shardwise.cli.launchers import slurm
+    from shardwise.cli.launchers import slurm  # here: the command starts fast
 
     slurm.job_folder(job).mkdir(parents=True, exist_ok=True)  # SLURM does not create it
     if target is not None:

@@ -43,10 +43,10 @@ OtherCluster = Annotated[
 def load_cluster(text: str, out: CommandOutput) -> Cluster:
     """Return the cluster that CLUSTER names; `here` is measured once and cached."""
     if text == "here":
-        from shardwise.cluster.probe import probe
+        from shardwise.cluster.probe import probe  # here: the command starts fast
 
         with out.working("measuring this machine (some seconds)"):
             return probe()
-    from shardwise.cluster.cluster import Cluster
+    from shardwise.cluster.cluster import Cluster  # here: the command starts fast
 
     return Cluster.parse(text)

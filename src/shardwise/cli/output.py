@@ -80,7 +80,7 @@ def write_file(target: Path, text: str) -> int:
 
 def show_table(table: TextTable, console: Console) -> None:
     """Draw a table on a console, without its empty columns."""
-    from rich import box
+    from rich import box  # here: slow to import
     from rich.table import Table as Drawn
     from rich.text import Text
 
@@ -105,7 +105,7 @@ def show_table(table: TextTable, console: Console) -> None:
 
 
 def _make_console(stderr: bool) -> Console:
-    from rich.console import Console
+    from rich.console import Console  # here: slow to import
 
     # Where the width is unknown, tables have room for a layout and its numbers side by side.
     has_width = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ

@@ -41,7 +41,7 @@ def plan(  # noqa: PLR0913
       shardwise plan gpt-125m --cluster p4d.24xlarge --batch 64 --by-layer
     """
     with open_output(as_json) as out:
-        from shardwise.cli.pricing_context import pricing_context_of_name
+        from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
         from shardwise.plan.layout import Layout
         from shardwise.plan.plan_file import write_plan
         from shardwise.report.tables import plan_record, plan_tables
@@ -65,7 +65,7 @@ def plan(  # noqa: PLR0913
 
 def _by_layer(plan: Plan, setting: PricingContext, out: CommandOutput) -> dict[str, object]:
     """Show the table of layers over the plan's ranks of one machine, and return its records."""
-    from shardwise.cost.operators.layers import price_layers
+    from shardwise.cost.operators.layers import price_layers  # here: the command starts fast
     from shardwise.report.placements import layers_record, layers_table
 
     machines, layout = setting.cluster, plan.layout

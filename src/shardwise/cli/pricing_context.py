@@ -59,20 +59,20 @@ class PricingContext:
     def resolved(self) -> ResolvedModel:
         if self.given_model is not None:
             return self.given_model
-        from shardwise.zoo.resolve import resolve
+        from shardwise.zoo.resolve import resolve  # here: the command starts fast
 
         return resolve(self.model, self.batch_size, self.sequence)
 
     @cached_property
     def source(self) -> CachedModelSource:
-        from shardwise.run.rank_model.model_source import CachedModelSource
+        from shardwise.run.rank_model.model_source import CachedModelSource  # here: the command starts fast
 
         return CachedModelSource.from_model(self.module if self.module is not None else self.resolved.make)
 
     @cached_property
     def given(self) -> Any:
         """The batch: fake tensors where the model can be captured, since values take memory and time and the graph needs none."""
-        from shardwise import api
+        from shardwise import api  # here: the command starts fast
 
         if self.module is not None:
             return self.resolved.batch(self.batch_size)
@@ -122,7 +122,7 @@ class PricingContext:
         say: Callable[[str], object] = lambda line: None,
     ) -> Plan:
         """Return the plan that the search chooses, or `layout` as a plan, with shards as patterns. `trials`, `say`: as `PlanRequest`."""
-        from shardwise import api
+        from shardwise import api  # here: the command starts fast
         from shardwise.plan.ir.patterns import shorten_patterns
 
         limit = max(0.0, self.cluster.memory_limit_bytes - self.cluster.device.scratch_bytes)
@@ -152,7 +152,7 @@ class PricingContext:
         Raises:
             Infeasible: it does not apply to this cluster or batch size: an edited plan, or one of another model.
         """
-        from shardwise.solve.search import check_layout
+        from shardwise.solve.search import check_layout  # here: the command starts fast
 
         check_layout(plan.layout, self.cluster, self.batch_size)
         priced = self.price(plan.layout, plan, name)
@@ -162,7 +162,7 @@ class PricingContext:
 
     def price(self, layout: Layout, reference: Plan | None = None, name: str = "", note: str = "") -> PricedVariant:
         """Price `layout`, with the shards and stages of `like` where they apply."""
-        from shardwise.cost.step_time.heterogeneous import build_pricer
+        from shardwise.cost.step_time.heterogeneous import build_pricer  # here: the command starts fast
         from shardwise.plan.ir.patterns import expand_shards
         from shardwise.solve.search import check_layers, check_layout, price, simulate_time
 
@@ -197,7 +197,7 @@ def read_plan_in_context(
     file: Path, out: CommandOutput, cluster: str | None = None, sequence: int | None = None
 ) -> tuple[Plan, PricingContext]:
     """Read a plan and its pricing context. The cluster is `cluster`, or the cluster file next to a plan in a run folder, or the plan's."""
-    from shardwise.plan.plan_file import read_plan
+    from shardwise.plan.plan_file import read_plan  # here: the command starts fast
     from shardwise.report.run_folder import MACHINE
 
     plan, cluster_file = read_plan(file), file.with_name(MACHINE)
@@ -207,7 +207,7 @@ def read_plan_in_context(
 
 def pricing_context_of_name(model: str, machines: Cluster, batch: int | None, sequence: int | None) -> PricingContext:
     """Return the pricing context of a model by name; without a batch with the model's usual one."""
-    from shardwise.zoo.resolve import resolve
+    from shardwise.zoo.resolve import resolve  # here: the command starts fast
 
     name, sequence = name_with_sequence(model, sequence)
     return PricingContext(name, machines, batch or resolve(name, None, sequence).default_batch, sequence)

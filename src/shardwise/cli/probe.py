@@ -27,7 +27,7 @@ def probe(
       shardwise probe -o cluster.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.catalogue import dump
+        from shardwise.cluster.catalogue import dump  # here: the command starts fast
         from shardwise.cluster.probe import probe as measure
 
         with out.working("measuring this machine (some seconds)"):

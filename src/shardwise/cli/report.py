@@ -45,7 +45,7 @@ def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
     Raises:
         UsageError: a subject that cannot be read, or a target that cannot be written.
     """
-    from shardwise.plan.plan_file import read_plan
+    from shardwise.plan.plan_file import read_plan  # here: the command starts fast
     from shardwise.report.run_folder import read_folder
 
     if subject.is_dir():
@@ -57,7 +57,7 @@ def write_page(subject: Path, target: Path, timeline: bool = False) -> int:
 
 def subject_of_plan(plan: Plan, timeline: bool = False) -> PageSubject:
     """Return a page's subject: a plan, its machines and, with `timeline`, its simulated step."""
-    from shardwise.report.page import PageSubject
+    from shardwise.report.page import PageSubject  # here: the command starts fast
 
     about = PageSubject(f"A plan for {plan.model}", f"{plan.batch_size} samples a step on {plan.cluster}", plan)
     return _with_machines(about, plan, timeline)
@@ -65,14 +65,14 @@ def subject_of_plan(plan: Plan, timeline: bool = False) -> PageSubject:
 
 def write(about: PageSubject, target: Path) -> int:
     """Write a page and return its size in bytes. Raises `UsageError` where it cannot be written."""
-    from shardwise.report.page import page_html
+    from shardwise.report.page import page_html  # here: the command starts fast
 
     return write_file(target, page_html(about))
 
 
 def _with_machines(about: PageSubject, plan: Plan, is_drawn: bool) -> PageSubject:
     """Add the machines' figures and the simulated step; skipped where the plan's model or machines are not available."""
-    from shardwise.cli.pricing_context import PricingContext
+    from shardwise.cli.pricing_context import PricingContext  # here: the command starts fast
     from shardwise.cluster.cluster import Cluster
     from shardwise.report.cluster_tables import cluster_tables
 
@@ -83,7 +83,7 @@ def _with_machines(about: PageSubject, plan: Plan, is_drawn: bool) -> PageSubjec
         facts = tuple((a, b) for a, b in cluster_tables(machines)[0].rows)
         about = replace(about, machine=facts, memory_limit_bytes=machines.memory_of(plan.layout.num_ranks))
         if is_drawn and not plan.uncaptured and plan.layout.pipeline * plan.layout.microbatches <= MAX_DRAWN_COMPUTES:
-            from shardwise import api
+            from shardwise import api  # here: the command starts fast
 
             setting = PricingContext(plan.model, machines, plan.batch_size)
             prediction, timeline = api.simulate_subject(plan, setting.subject, machines, setting.source)

@@ -51,7 +51,7 @@ def scaling(  # noqa: PLR0913
       shardwise scaling gpt-1.3b --cluster 64xdgx-a100-80 --weak --batch 64
     """
     with open_output(as_json) as out:
-        from shardwise.cli.pricing_context import pricing_context_of_name
+        from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
         from shardwise.plan.layout import Layout
         from shardwise.report.canvas import check_suffix
 
@@ -79,7 +79,7 @@ def show_scaling(
     target: Path | None = None,
 ) -> list[dict[str, object]]:
     """Plan and show each size; return their records. `first`: context with the batch of the smallest number of devices."""
-    from shardwise.report.economy import work_unit
+    from shardwise.report.economy import work_unit  # here: the command starts fast
 
     variants: list[PricedVariant] = []
     with out.working(f"planning {model} on {', '.join(map(str, counts))} devices", len(counts)) as done:
@@ -96,7 +96,7 @@ def _show_sizes(
     out: CommandOutput, title: str, counts: Sequence[int], variants: Sequence[PricedVariant], target: Path | None
 ) -> list[dict[str, object]]:
     """Show the table and write the picture of these sizes; return their records."""
-    from shardwise.cli.variants import variant_record
+    from shardwise.cli.variants import variant_record  # here: the command starts fast
     from shardwise.report.economy import work_unit
     from shardwise.report.scaling import scaling_picture, scaling_table, speedups_and_efficiencies
 
@@ -134,7 +134,7 @@ def device_counts(text: str | None, node: int, most: int) -> list[int]:
 
 def _plan_at(first: PricingContext, count: int, least: int, weak: bool, layout: Layout | None, constraints: Sequence[str]) -> PricedVariant:
     """Plan for `count` devices."""
-    from shardwise.cluster.resize import resize_cluster
+    from shardwise.cluster.resize import resize_cluster  # here: the command starts fast
 
     size = first.batch_size
     if weak:
@@ -151,7 +151,7 @@ def _plan_at(first: PricingContext, count: int, least: int, weak: bool, layout: 
 
 def _price_fixed_layout(setting: PricingContext, count: int, batch_size: int, least: int, wanted: Layout) -> PricedVariant:
     """Price the layout with data replicas that fill `count` devices, scaled from `least` devices with `batch_size` samples a step."""
-    from shardwise.cli.changes import refit_layout
+    from shardwise.cli.changes import refit_layout  # here: the command starts fast
     from shardwise.cli.pricing_context import PricedVariant
 
     try:
@@ -163,7 +163,7 @@ def _price_fixed_layout(setting: PricingContext, count: int, batch_size: int, le
 
 
 def _scaling_point(count: int, v: PricedVariant) -> ScalingPoint:
-    from shardwise.cli.variants import unit_bill
+    from shardwise.cli.variants import unit_bill  # here: the command starts fast
     from shardwise.report.scaling import ScalingPoint
 
     cost = unit_bill(v) if v.fits else None
@@ -171,7 +171,7 @@ def _scaling_point(count: int, v: PricedVariant) -> ScalingPoint:
 
 
 def _write(target: Path, picture: Picture, table: TextTable) -> None:
-    from shardwise.report.page import picture_page
+    from shardwise.report.page import picture_page  # here: the command starts fast
 
     if target.suffix != PAGE:
         picture.write(target)

@@ -48,7 +48,7 @@ def schedule(
       shardwise schedule zb-v --stages 4 --microbatches 8 --times f=1,b=1,w=1 -o picture.svg
     """
     with open_output(as_json) as out, gc_paused():
-        from shardwise.plan.ir.custom_schedule import is_schedule_file
+        from shardwise.plan.ir.custom_schedule import is_schedule_file  # here: the command starts fast
         from shardwise.schedules.diagnosis import prove_program
         from shardwise.simulate.summary import MicrobatchTimes, summarize_schedule
 
@@ -80,7 +80,7 @@ def schedule(
 
 def _schedule_from_file(name: str) -> tuple[Program, Program, int]:
     """Return (program, program as written, stages of each rank) of a file."""
-    from shardwise.cli.check import read_program
+    from shardwise.cli.check import read_program  # here: the command starts fast
 
     program, written = read_program(Path(name))
     if not program.num_stages:
@@ -90,7 +90,7 @@ def _schedule_from_file(name: str) -> tuple[Program, Program, int]:
 
 def _schedule_by_name(name: str, stages: int | None, microbatches: int | None, chunks: int | None) -> tuple[Program, int]:
     """Return (program, stages of each rank) of a schedule by name."""
-    from shardwise.plan.ir.schedule_sizes import SCHEDULES, chunks_of
+    from shardwise.plan.ir.schedule_sizes import SCHEDULES, chunks_of  # here: the command starts fast
 
     if stages is None or microbatches is None:
         missing = " and ".join(o for o, v in (("--stages", stages), ("--microbatches", microbatches)) if v is None)
@@ -106,7 +106,7 @@ _MAX_FORWARDS = 200_000  # most forwards of one schedule: more take minutes and 
 
 def build_program(name: str, ranks: int, microbatches: int, chunks: int) -> Program:
     """Build the program of a schedule on `ranks` ranks with `chunks` stages each."""
-    from shardwise import schedules
+    from shardwise import schedules  # here: the command starts fast
 
     if ranks * chunks * microbatches > _MAX_FORWARDS:
         raise UsageError(
@@ -133,7 +133,7 @@ def schedule_record(program: Program, summary: Summary | None, reason: str = "")
 
 def schedule_headline(program: Program, summary: Summary) -> str:
     """Return the line above the picture."""
-    from shardwise.units import format_percent
+    from shardwise.units import format_percent  # here: the command starts fast
 
     microbatches = f"{len(program.microbatches)} microbatch{'es' * (len(program.microbatches) != 1)}"
     ranks = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}"
@@ -149,7 +149,7 @@ def rank_columns(summary: Summary) -> list[tuple[str, list[str]]]:
 
 
 def _draw_schedule(program: Program, summary: Summary, out: CommandOutput) -> None:
-    from shardwise.report.gantt import gantt_text
+    from shardwise.report.gantt import gantt_text  # here: the command starts fast
 
     out.picture(
         gantt_text(
@@ -165,7 +165,7 @@ def _draw_schedule(program: Program, summary: Summary, out: CommandOutput) -> No
 
 def without_transfers(program: Program) -> Program:
     """Return the computes alone, to edit and run on any model, if completing them restores the same transfers; else the program."""
-    from dataclasses import replace
+    from dataclasses import replace  # here: the command starts fast
 
     from shardwise.plan.ir.program import Recv, Send
     from shardwise.schedules.lower import complete_with_transfers
@@ -177,7 +177,7 @@ def without_transfers(program: Program) -> Program:
 
 def _write(program: Program, summary: Summary, target: Path) -> None:
     if target.suffix == ".svg":
-        from shardwise.report.gantt import gantt_svg
+        from shardwise.report.gantt import gantt_svg  # here: the command starts fast
 
         text = (
             gantt_svg(

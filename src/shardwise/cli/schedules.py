@@ -33,7 +33,7 @@ def schedules(
       shardwise schedules --stages 4 --microbatches 8 --times f=1,b=1,w=1
     """
     with open_output(as_json) as out, gc_paused():
-        from shardwise.plan.ir.check import check
+        from shardwise.plan.ir.check import check  # here: the command starts fast
         from shardwise.plan.ir.schedule_sizes import SCHEDULES, chunks_of
         from shardwise.report.tables import TextTable
         from shardwise.simulate.summary import MicrobatchTimes, summarize_schedule

@@ -57,7 +57,7 @@ def plan(  # noqa: PLR0913
       shardwise serve plan examples/serve/vqa.toml --accuracy 54 --rate 20 --latency 0.5 --picture frontier.svg
     """
     with open_output(as_json) as out:
-        from shardwise.report.canvas import check_suffix
+        from shardwise.report.canvas import check_suffix  # here: the command starts fast
         from shardwise.serve.placement.assignment_milp import Demand
         from shardwise.serve.placement.explain import refuse
         from shardwise.serve.placement.service_plan_file import format_service_plan
@@ -93,7 +93,7 @@ def _show_alternatives(
     workflow: Workflow, machines: Machines, placed: ServicePlan, limit: float, picture: Path | None, out: CommandOutput
 ) -> dict[str, Any]:
     """Show and draw prices at other accuracies, prices of baselines, and reasons; return a record of these."""
-    from shardwise.serve.placement.explain import explain_plan, price_frontier
+    from shardwise.serve.placement.explain import explain_plan, price_frontier  # here: the command starts fast
 
     with out.working("placing at other accuracies"):
         line = price_frontier(workflow, machines, placed.demand, limit)
@@ -112,7 +112,7 @@ def _show_alternatives(
 
 
 def _place_by_baselines(workflow: Workflow, machines: Machines, ask: Demand) -> Baselines:
-    from shardwise.serve.placement.baselines import greedy, one_size, two_steps
+    from shardwise.serve.placement.baselines import greedy, one_size, two_steps  # here: the command starts fast
 
     return [
         ("JellyBean's two steps", two_steps(workflow, machines, ask)),
@@ -170,7 +170,7 @@ def _show_prices(out: CommandOutput, placed: ServicePlan, line: Sequence[Service
 
 
 def _draw_frontier(workflow: Workflow, placed: ServicePlan, line: Sequence[ServicePlan], others: Baselines, target: Path) -> None:
-    from shardwise.report.frontier import frontier_picture
+    from shardwise.report.frontier import frontier_picture  # here: the command starts fast
 
     points = [(p.accuracy, p.price_per_hour) for p in line]
     marks = [(name, [(p.accuracy, p.price_per_hour)]) for name, p in others if p is not None]

@@ -42,7 +42,7 @@ def profile(
       shardwise serve profile examples/serve/tracking.toml --compare -o profiled.toml
     """
     with open_output(as_json) as out:
-        from shardwise.serve.deploy.profile import ProfileOptions
+        from shardwise.serve.deploy.profile import ProfileOptions  # here: the command starts fast
         from shardwise.serve.deploy.profile import profile_workflow as measured
         from shardwise.serve.placement.workflow_files import read_workflow_and_machines
 
@@ -73,7 +73,7 @@ def _load_devices(machines: Machines, compare: bool, out: CommandOutput) -> dict
 
 
 def _profiled_text(file: Path, workflow: Workflow, machines: Machines, figures: Profile) -> str:
-    from shardwise.serve.placement.profile_file import with_profile
+    from shardwise.serve.placement.profile_file import with_profile  # here: the command starts fast
 
     keys = [(op.name, v.name) for op in workflow.operators for v in op.variants]
     variants = {k: (figures.latency_s(k, machines), figures.output_bytes[k], figures.memory_bytes[k]) for k in keys}

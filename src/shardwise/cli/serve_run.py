@@ -48,7 +48,7 @@ def run_plan(  # noqa: PLR0913
       shardwise serve run plan.toml --emulate 2 --load 20 --kill cpu-5
     """
     with open_output(as_json) as out:
-        from shardwise.serve.deploy.server import ServeOptions, Server
+        from shardwise.serve.deploy.server import ServeOptions, Server  # here: the command starts fast
         from shardwise.serve.deploy.status_page import figures_of, serve_page
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -76,7 +76,7 @@ def run_plan(  # noqa: PLR0913
 
 def read_plan(plan: Path) -> tuple[Any, Any, Any]:
     """Return (workflow, machines, placement) of a plan file; its workflow file is at the path in it, or next to the plan."""
-    from shardwise.cluster import toml
+    from shardwise.cluster import toml  # here: the command starts fast
     from shardwise.serve.placement.service_plan_file import parse_service_plan
     from shardwise.serve.placement.workflow_files import read_machines, read_workflow
 
@@ -93,7 +93,7 @@ def read_plan(plan: Path) -> tuple[Any, Any, Any]:
 
 
 def _load_requests(workflow: Any) -> tuple[Any, Any]:
-    from shardwise.serve.deploy.profile import labelled_requests
+    from shardwise.serve.deploy.profile import labelled_requests  # here: the command starts fast
 
     return labelled_requests(workflow) if workflow.measure.labelled else ([], None)
 
@@ -113,7 +113,7 @@ def _make_stop_event(at_once: bool) -> threading.Event:
 
 
 def _run_trial(out: CommandOutput, server: Server, seconds: float, rate: float, requests: Any, labels: Any, kill: str) -> None:
-    from shardwise.serve.deploy.load_generator import RequestLoad
+    from shardwise.serve.deploy.load_generator import RequestLoad  # here: the command starts fast
     from shardwise.serve.deploy.load_trial import run_load_trial
 
     with out.working(f"sending {rate:g} requests/s for {seconds:g} s"):

@@ -42,7 +42,7 @@ def simulate(
       shardwise simulate gpt-10m --batch 16 --layout "data=2 servers=1 staleness=2" --late 20x0.5
     """
     with open_output(as_json) as out:
-        from shardwise import api
+        from shardwise import api  # here: the command starts fast
         from shardwise.report.gantt import gantt_text
         from shardwise.report.tables import prediction_record
 
@@ -71,7 +71,7 @@ def _plan_and_context(
     subject: str, layout: str | None, cluster: str | None, sizes: tuple[int | None, int | None], out: CommandOutput
 ) -> tuple[Plan, PricingContext]:
     """Return the plan and its pricing context. `sizes`: samples of a batch, and tokens of a sample."""
-    from shardwise.cli.pricing_context import PricingContext, read_plan_in_context
+    from shardwise.cli.pricing_context import PricingContext, read_plan_in_context  # here: the command starts fast
     from shardwise.plan.layout import Layout
     from shardwise.zoo.resolve import resolve
 

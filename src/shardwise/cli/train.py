@@ -47,7 +47,7 @@ def train(
       shardwise train examples/gpt_text.toml
       shardwise train examples/gpt_text.toml steps=100 --layout "data=2"
     """
-    from shardwise.world.launch.started import rank_from_environment
+    from shardwise.world.launch.started import rank_from_environment  # here: the command starts fast
 
     with open_output(as_json) as out:
         overrides = {"plan.layout": layout, "plan.device_memory": device_memory}
@@ -67,10 +67,10 @@ def train(
 
 def run(path: Path, changes: Sequence[str], out: CommandOutput, reasons: bool = True) -> dict[str, Any]:
     """Train, write the page, and return the summary; with `reasons` the plan's reasons are shown before the first step."""
-    from shardwise.cli.report import write_page
+    from shardwise.cli.report import write_page  # here: the command starts fast
     from shardwise.train.config import TrainingConfig
     from shardwise.train.flow import train as train_all
-    from shardwise.world.current import current_world
+    from shardwise.world.launch.current import current_world
     from shardwise.world.launch.started import rank_from_environment
 
     config = TrainingConfig.read(path, changes)
@@ -104,7 +104,7 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
 
     `world`: the ranks that exist, of which this is rank 0; trials run on them.
     """
-    from shardwise import api
+    from shardwise import api  # here: the command starts fast
     from shardwise.cluster.catalogue import dump
     from shardwise.plan.layout import Layout
     from shardwise.run.rank_model.model_source import CachedModelSource
@@ -156,7 +156,7 @@ def make_plan(config: TrainingConfig, ready: Plan | None, out: CommandOutput, wo
 
 def check_cluster_is_local(cluster: Cluster, config: TrainingConfig, world: World | None) -> None:
     """Raise ConfigError where the plan needs devices that this machine lacks. `world`: ranks that torchrun or srun has started."""
-    import torch
+    import torch  # here: the command starts fast
 
     from shardwise import api
     from shardwise.errors import ConfigError
@@ -175,7 +175,7 @@ def check_cluster_is_local(cluster: Cluster, config: TrainingConfig, world: Worl
 
 def _schedule_change_note(plan: Plan, file: Path) -> str:
     """Return a message if the schedule's file differs from the copy in the plan `file`, which is the one that runs; else empty."""
-    from shardwise.plan.ir.custom_schedule import read_actions
+    from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
 
     name = plan.layout.schedule
     if not plan.layout.actions or not Path(name).is_file() or read_actions(name) == plan.layout.actions:

@@ -60,7 +60,7 @@ def verify(  # noqa: PLR0913
       shardwise verify plan.toml
     """
     with open_output(as_json) as out:
-        from shardwise import api
+        from shardwise import api  # here: the command starts fast
         from shardwise.zoo.resolve import resolve
 
         plan = _read_plan_to_verify(model, batch, layout, schedule) if model.endswith(".toml") else None
@@ -92,7 +92,7 @@ def verify(  # noqa: PLR0913
 
 def _read_plan_to_verify(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:
     """Read a plan file; raises UsageError where options contradict its layout or batch size."""
-    from shardwise.plan.plan_file import read_plan
+    from shardwise.plan.plan_file import read_plan  # here: the command starts fast
 
     if layout or schedule:
         raise UsageError(f"{file} is a plan, which has a layout of its own; leave --layout and --schedule out, or plan again")
@@ -103,7 +103,7 @@ def _read_plan_to_verify(file: str, batch: int | None, layout: list[str] | None,
 
 
 def _with_schedule(text: str, schedule: Path | None) -> Layout:
-    from shardwise.plan.ir.custom_schedule import read_actions
+    from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
     from shardwise.plan.layout import Layout
 
     layout = Layout.parse(text)
@@ -134,7 +134,7 @@ def _show_result(out: CommandOutput, model: str, result: Verification) -> None:
 
 def _show_all(out: CommandOutput, model: str, results: Sequence[Verification]) -> None:
     """Show several layouts, a row each."""
-    from shardwise.run.verify.verification import summary_notes, summary_table
+    from shardwise.run.verify.verification import summary_notes, summary_table  # here: the command starts fast
 
     columns, rows = summary_table(results)
     first = results[0]

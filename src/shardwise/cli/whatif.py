@@ -39,7 +39,7 @@ def whatif(
       shardwise whatif plan.toml cluster=8xdgx-h100 --replan
     """
     with open_output(as_json) as out:
-        from shardwise.cli.changes import parse_changes
+        from shardwise.cli.changes import parse_changes  # here: the command starts fast
         from shardwise.cli.pricing_context import read_plan_in_context
         from shardwise.plan.plan_file import write_plan
 
@@ -62,7 +62,7 @@ def show_changes(
     plan: Plan, setting: PricingContext, wanted: tuple[RequestedChange, ...], out: CommandOutput, replan: bool, name: str
 ) -> list[PricedVariant]:
     """Price and show the plan as it is, with each change, and with all of them; with `replan` also the best plan for each."""
-    from shardwise.cli.variants import variant_record, variants_table
+    from shardwise.cli.variants import variant_record, variants_table  # here: the command starts fast
 
     with out.working(f"pricing {len(wanted)} changes of {name}"):
         base = setting.price_plan(plan, "as it is")
@@ -80,7 +80,7 @@ def show_changes(
 
 def _price_changes(plan: Plan, setting: PricingContext, changes: tuple[RequestedChange, ...], name: str) -> PricedVariant:
     """Price the plan with these changes; where sizes do not divide, the note says so."""
-    from shardwise.cli.changes import apply_changes
+    from shardwise.cli.changes import apply_changes  # here: the command starts fast
     from shardwise.cli.pricing_context import PricedVariant
 
     try:
@@ -92,7 +92,7 @@ def _price_changes(plan: Plan, setting: PricingContext, changes: tuple[Requested
 
 def _best_with_changes(variant: PricedVariant, name: str) -> PricedVariant:
     """Return the search's choice in a variant's context."""
-    from shardwise.report.tables import layout_words
+    from shardwise.report.tables import layout_words  # here: the command starts fast
 
     best = variant.context.best_variant(name)
     return replace(best, note=best.note or layout_words(best.layout)) if best.fits else replace(best, layout=variant.layout)

@@ -124,7 +124,7 @@ def _check_congestion_control(control: Path = Path("/proc/sys/net/ipv4/tcp_conge
 
 def _check_open_files() -> Check:
     try:
-        import resource
+        import resource  # here: POSIX has it
     except ImportError:
         return Check("open files", True, "no limit is known on this system", needed=False)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -135,7 +135,7 @@ def _check_open_files() -> Check:
 def _check_hardware() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
         return []
-    from shardwise.cluster.probe import machine
+    from shardwise.cluster.probe import machine  # here: it needs torch
 
     able = machine.torch_capabilities()
     memory = machine.memory_bytes()

@@ -79,7 +79,7 @@ class Picture:
             UsageError: matplotlib is not installed.
         """
         try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
             from matplotlib.figure import Figure
         except ImportError:
             raise UsageError("a .png needs matplotlib: name the picture .svg, or pip install 'shardwise[pictures]'") from None

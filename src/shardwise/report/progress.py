@@ -35,7 +35,7 @@ def show_progress(
 
 
 def _draw_progress_bar(text: str, total: int | None, console: Console | None, after_s: float) -> Iterator[Callable[[], None]]:
-    from rich.console import Console as Terminal
+    from rich.console import Console as Terminal  # here: slow to import
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())

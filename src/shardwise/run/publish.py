@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardwise.errors import RunError, UsageError
 from shardwise.run.checkpoint.state_shard import DTYPE_NAMES, StateShard
-from shardwise.world.current import run_token
 from shardwise.world.guard import TOKEN_VARIABLE, connect_relay, validate_token
+from shardwise.world.launch.current import run_token
 from shardwise.world.world import Group
 
 TIMEOUT_S = 120.0

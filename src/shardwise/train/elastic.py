@@ -34,7 +34,7 @@ from shardwise.train.loop import CHECKPOINTS, MakeEngine, Summary, TrainingJob, 
 from shardwise.train.metrics import METRICS_FILE, Row, last_step
 from shardwise.train.recovery.buddy_copies import BuddyCopies, BuddySnapshots, CopyAssignment, assign_copies, shard_id
 from shardwise.world.comm.pending import LostPeer, is_peer_loss
-from shardwise.world.current import set_world
+from shardwise.world.launch.current import set_world
 from shardwise.world.launch.membership_vote import MembershipVote
 from shardwise.world.peer_monitor import PeerMonitor
 from shardwise.world.persistent_memory import PersistentMemory

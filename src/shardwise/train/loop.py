@@ -50,7 +50,7 @@ from shardwise.train.recovery.stragglers import StragglerMonitor
 from shardwise.train.trackers import open_trackers
 from shardwise.train.training_task import TrainingTask, training_task_of
 from shardwise.units import parse_bytes
-from shardwise.world.current import set_world
+from shardwise.world.launch.current import set_world
 from shardwise.world.memory import PARTS
 from shardwise.world.world import World
 

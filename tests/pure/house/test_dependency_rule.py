@@ -69,10 +69,13 @@ EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("measure", "operator
     "cluster/probe/transfers.py": {"world", "collectives"}
 }
 
+# `Cluster.parse` is public: it finds clusters by name.
+PUBLIC_CIRCLES = (("cluster/cluster.py", "cluster/find.py"),)
+
 TORCH_PARTS = {"adapters", "capture", "serve/deploy", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py"}
 ENVIRONMENT_FILES = (
-    "cli/", "world/launch/launch", "world/launch/prepared_rank", "world/launch/fork_server", "world/current", "capture/cache/store",
+    "cli/", "world/launch/launch", "world/launch/prepared_rank", "world/launch/fork_server", "world/launch/current", "capture/cache/store",
 )  # fmt: skip
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for shardwise.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -195,11 +198,23 @@ def child_of(folder: PurePosixPath, file: str) -> str:
     return PurePosixPath(file).relative_to(folder).parts[0]
 
 
-def needed(tree: ast.Module, file: str, files: Mapping[str, str]) -> set[str]:
-    """Those of `files` that are imported when `file` is."""
+def hidden_circles(texts: Mapping[str, str]) -> list[str]:
+    """Circles of files, imports inside functions included; but for those of public names that DESIGN.md names."""
+    edges = {file: needed(parsed(text), file, texts, inside_functions=True) for file, text in texts.items()}
+    for file, target in PUBLIC_CIRCLES:
+        edges.get(file, set()).discard(target)
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return [" is needed by ".join(error.args[1])]
+    return []
+
+
+def needed(tree: ast.Module, file: str, files: Mapping[str, str], inside_functions: bool = False) -> set[str]:
+    """Those of `files` that are imported when `file` is, or when its functions run, too."""
     package = ["shardwise", *file.split("/")[:-1]]
     names: list[str] = []
-    for node in _run_on_import(tree.body):
+    for node in _run_at_any_time(tree.body) if inside_functions else _run_on_import(tree.body):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -223,6 +238,30 @@ def _run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _run_on_import(node.body)
 
 
+def _run_at_any_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in _run_on_import(body):
+        yield node
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield from (inner for inner in ast.walk(node) if isinstance(inner, (ast.Import, ast.ImportFrom)))
+
+
+def unexplained_imports(text: str, file: str) -> list[str]:
+    """Imports inside functions without a comment that says why, at the first of those that stand together or above it."""
+    lines, found = text.splitlines(), []
+    for node in ast.walk(parsed(text)):
+        for body in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if not isinstance(body, list):
+                continue
+            for before, each in zip((None, *body), body, strict=False):
+                imports = (ast.Import, ast.ImportFrom)
+                if isinstance(each, imports) and each.col_offset and not isinstance(before, imports):
+                    guarded = isinstance(node, (ast.Try, ast.If)) and not node.col_offset  # optional, or for type checkers
+                    said = [lines[each.lineno - 2].strip()[:1], *lines[each.lineno - 1 : each.end_lineno]]
+                    if not guarded and not any("#" in line for line in said):
+                        found.append(f"{file}:{each.lineno} {lines[each.lineno - 1].strip()}: say in a comment why it is not at the top")
+    return found
+
+
 def _at_the_top(tree: ast.Module, name: str) -> bool:
     """Whether importing the file imports `name`: not inside a function, and not for type checkers only."""
     for node in _run_on_import(tree.body):
@@ -236,6 +275,7 @@ def _at_the_top(tree: ast.Module, name: str) -> bool:
 Rule = Callable[[str, str], list[str]]
 RULES: tuple[Rule, ...] = (
     wrong_imports, wrong_torch, wrong_pickle, wrong_environment, wrong_kind, too_long, too_long_functions, undescribed,
+    unexplained_imports,
 )  # fmt: skip
 
 
@@ -275,6 +315,8 @@ def test_every_file_keeps_every_rule() -> None:
         (too_long, "x = 1\n" * 501, "plan/ir/mesh.py"),
         (too_long_functions, "def f():\n" + "    x = 1\n" * 60, "run/engine.py"),
         (undescribed, "x = 1", "run/engine.py"),
+        (unexplained_imports, "def f():\n    import json", "run/engine.py"),
+        (unexplained_imports, "def f():\n    import json  # why\n    x = 1\n    from math import (\n        prod,\n    )", "run/engine.py"),
     ],
 )
 def test_a_broken_file_is_refused(rule: Rule, text: str, file: str) -> None:
@@ -289,10 +331,18 @@ def test_a_broken_file_is_refused(rule: Rule, text: str, file: str) -> None:
         (wrong_imports, "from shardwise.world.launch.launch import launch", "cluster/probe/measure.py"),
         (wrong_torch, "def f():\n    import torch", "cli/plan.py"),
         (wrong_environment, "import os\nx = os.environ['RANK']", "world/launch/launch.py"),
+        (unexplained_imports, "def f():\n    import json  # why\n    import math", "run/engine.py"),
+        (unexplained_imports, "def f():\n    # why\n    from json import (\n        loads,\n    )", "run/engine.py"),
     ],
 )
 def test_a_right_file_passes(rule: Rule, text: str, file: str) -> None:
     assert not rule(text, file)
+
+
+def test_no_import_inside_a_function_hides_a_circle() -> None:
+    found = hidden_circles({file: (ROOT / file).read_text() for file in FILES})
+    assert not found, "\n".join(found)
+    assert hidden_circles({"run/a.py": "from shardwise.run.b import x", "run/b.py": "def f():\n    import shardwise.run.a"})
 
 
 def test_the_order_of_the_parts_has_no_circle() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from shardwise.world.world import World
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ import shardwise
 from shardwise.errors import Infeasible, ModelError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.world.current import current_data_coordinate
+from shardwise.world.launch.current import current_data_coordinate
 from shardwise.world.world import World
 from tests.support.plain_models import BATCH, CUT, Mixed, batches, loss_of, matches, plan_of, said
 

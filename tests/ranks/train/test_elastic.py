@@ -29,7 +29,7 @@ from shardwise.train import flow
 from shardwise.train.config import TrainingConfig
 from shardwise.train.flow import PlannedRun
 from shardwise.train.metrics import read_metrics
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from tests.support.networks import INTERFACE, Hosts, NoNetworks
 
 STEPS = 24

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("accelerate")
 SCRIPT = """
 import torch
-from shardwise.world.current import set_world
+from shardwise.world.launch.current import set_world
 from shardwise.world.world import World
 set_world(World())
 {line}

@@ -20,7 +20,7 @@ from shardwise.ops import RECORDS
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 
 N = 8  # samples
 

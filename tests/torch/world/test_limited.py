@@ -18,7 +18,7 @@ from shardwise.plan.ir.program import Program
 from shardwise.run.engine import DeviceOptions, Engine
 from shardwise.run.residency.host_store import HostStore
 from shardwise.schedules.lower import gather_weights, offload, recompute
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from shardwise.world.memory import Accounts, accounts_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")

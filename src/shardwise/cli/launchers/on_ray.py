@@ -28,7 +28,7 @@ def run(job: LaunchJob, address: str = "auto") -> int:
         UsageError: no ray installed, or no cluster at the address. ConfigError: fewer cores or GPUs than the job is for.
     """
     try:
-        import ray
+        import ray  # here: an extra
     except ImportError as error:
         raise UsageError('ray is not installed here: pip install "ray[default]"') from error
     ray_api: Any = ray
@@ -85,7 +85,7 @@ def _run(job: LaunchJob, ray: Any) -> int:
 
 def _find_rendezvous() -> tuple[str, int]:
     """Return the rendezvous: this node's address and a free port."""
-    import ray
+    import ray  # here: an extra
 
     ray_api: Any = ray
     address = ray_api.util.get_node_ip_address()

@@ -59,7 +59,7 @@ def _measure_gpus(mark: str) -> Cluster:
 
 
 def _measure_processor(mark: str, quick: bool) -> Cluster:
-    from shardwise.world.launch.launch import Launcher
+    from shardwise.world.launch.launch import Launcher  # here: measuring GPUs starts no ranks
 
     usable = num_cores()
     busy = num_waiting_processes()

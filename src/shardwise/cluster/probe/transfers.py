@@ -34,7 +34,7 @@ def measure_messages(world: Any, quick: bool = True) -> list[tuple[str, int, Poi
     messages. `program.NAME`: whole all-reduces by programs, of every second size. Times are of the slowest rank. Large tensors come
     first: ring buffers, windows and pages are then as in a long run.
     """
-    from shardwise.world.comm.running import ProgramRunner
+    from shardwise.world.comm.running import ProgramRunner  # here: only ranks run it, which have loaded these
     from shardwise.world.world import World
 
     n = world.num_ranks

@@ -30,7 +30,7 @@ from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedTensor
 from shardwise.run.state.block_ranges import full_ranges, shards_at
 from shardwise.run.uncaptured.replicated import replicated_shards
 from shardwise.world import private
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from shardwise.world.world import World
 
 LOOP, USER = "loop", "user"  # keys in a checkpoint's extra values

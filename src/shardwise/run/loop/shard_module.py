@@ -53,7 +53,7 @@ from shardwise.run.state.parameters import install_tensors
 from shardwise.run.state.precision import set_matmul_precision
 from shardwise.run.uncaptured.replicated import replicate_module
 from shardwise.world import private
-from shardwise.world.current import current_world
+from shardwise.world.launch.current import current_world
 from shardwise.world.world import World
 
 TensorTables = list[tuple[dict[str, Any], dict[str, Any]]]  # tensor tables of modules, each with its original items
@@ -273,7 +273,7 @@ def patch_wrappers() -> None:
     """Patch torch's parallel wrappers to refuse sharded modules."""
     kinds: list[Any] = [nn.DataParallel, nn.parallel.DistributedDataParallel]
     try:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp import FullyShardedDataParallel  # here: slow to import
 
         kinds.append(FullyShardedDataParallel)
     except ImportError:  # a torch without it

@@ -34,7 +34,7 @@ class _Routes:
     """Routes of one plan. A request uses the routes of its arrival."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
-        from ray import serve
+        from ray import serve  # here: an extra
 
         ops = []
         self.table, self.handles, self.routers = table, dict[str, Any](), dict[str, WeightedRouter]()
@@ -78,7 +78,7 @@ class Ingress:
         self._down.clear()
 
     async def __call__(self, request: Any) -> Any:
-        from starlette.responses import JSONResponse
+        from starlette.responses import JSONResponse  # here: an extra
 
         begun = time.monotonic()
         self._counts["arrived"] += 1
@@ -129,7 +129,7 @@ class Ingress:
         return results[0]
 
     async def _call(self, routes: _Routes, op: WorkflowOperator, request: tuple[Any, ...], starts: list[str]) -> tuple[Any, str]:
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayActorError  # here: an extra
         from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
         deadline = time.monotonic() + RETRY_S
@@ -225,7 +225,7 @@ def _parse_values(body: bytes, kind: str) -> dict[str, Any]:
     if not body:
         return {}
     if "json" not in kind:
-        from safetensors.numpy import load
+        from safetensors.numpy import load  # here: an extra
 
         return dict(load(body))
     return {name: np.asarray(value, np.float32) if isinstance(value, list) else value for name, value in json.loads(body).items()}

@@ -64,7 +64,7 @@ def send(
 
 def encode_request(values: Mapping[str, Any]) -> bytes:
     """Encode a request: arrays by source as safetensors; empty without values."""
-    from safetensors.numpy import save
+    from safetensors.numpy import save  # here: an extra
 
     return save({name: np.ascontiguousarray(value) for name, value in values.items()}) if values else b""
 
@@ -72,7 +72,7 @@ def encode_request(values: Mapping[str, Any]) -> bytes:
 async def _send(
     url: str, bodies: Sequence[bytes], load: RequestLoad, timed_actions: Sequence[tuple[float, Callable[[], object]]]
 ) -> LoadResult:
-    import aiohttp
+    import aiohttp  # here: an extra
 
     answers, tasks = LoadResult(), set[asyncio.Task[None]]()
     limit = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)

@@ -69,7 +69,7 @@ def run_load_trial(
     paid = sum(p.replicas * server.machines.worker(p.worker).price_per_hour for p in server.deployments)
     rows.append(TrialRow("price", plan.price_per_hour, paid + traffic, "$/h"))
     if len(labels or ()) and answers.answers:
-        from shardwise.serve.deploy.profile import score_answers
+        from shardwise.serve.deploy.profile import score_answers  # here: it needs torch
 
         values = [_as_arrays(value) for _, value in answers.answers]
         rows.append(TrialRow("accuracy", plan.accuracy, score_answers(workflow, values, [labels[i] for i, _ in answers.answers]), ""))

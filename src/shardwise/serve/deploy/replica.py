@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardwise.serve.placement.workflow import OperatorVariant, WorkflowOperator
-from shardwise.world.current import run_token
+from shardwise.world.launch.current import run_token
 
 if TYPE_CHECKING:
     from shardwise.serve.deploy.weight_receiver import WeightReceiver
@@ -37,23 +37,23 @@ class OperatorReplica:
     def __init__(self, operator: WorkflowOperator, variant: OperatorVariant, folder: str, worker: str, options: dict[str, Any]) -> None:
         """`options`: `batch`, `wait_s`, `threads`; `slower`: factor on the profile's seconds when emulating, 0 without; `weights`: file of
         the newest weights; `elsewhere`: whether trainers may be on other machines."""
-        from ray import serve
+        from ray import serve  # here: an extra
 
         self._options, self._worker, self._batches = options, worker, variant.batches(worker)
         self._run: Any = None
         self._free_at_s = 0.0
         self._receiver: WeightReceiver | None = None
         if variant.model or variant.call:
-            from shardwise.serve.deploy.operator_runtime import load_operator
+            from shardwise.serve.deploy.operator_runtime import load_operator  # here: a replica that emulates needs no torch
 
             operation = load_operator(operator, variant, folder)
             self._run = operation.run
             if operation.module is not None:
-                from shardwise.serve.deploy.weight_receiver import WeightReceiver
+                from shardwise.serve.deploy.weight_receiver import WeightReceiver  # here: likewise
 
                 host = _node_ip() if options["elsewhere"] else ""
                 self._receiver = WeightReceiver(operation.module, host, run_token(), Path(options["weights"]))
-            import torch
+            import torch  # here: slow to import
 
             torch.set_num_threads(options["threads"])
 
@@ -94,6 +94,6 @@ class OperatorReplica:
 
 def _node_ip() -> str:
     """Return the address of this node, as reachable from Ray's other nodes."""
-    import ray
+    import ray  # here: an extra
 
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -317,7 +317,7 @@ class Server:
 def import_ray_serve() -> tuple[Any, Any]:
     """Import Ray and Ray Serve. Raises `UsageError` if they are not installed."""
     try:
-        import ray
+        import ray  # here: an extra
         from ray import serve
     except ImportError as error:
         raise UsageError(f"shardwise serve run needs Ray Serve ({error}); install it with pip install 'shardwise[serve]'") from error

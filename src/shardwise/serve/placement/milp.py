@@ -54,7 +54,7 @@ class Milp:
         """
         highs: Any
         try:
-            import highspy as highs
+            import highspy as highs  # here: slow to import
         except ImportError:
             raise UsageError("placing a workflow needs HiGHS: pip install 'shardwise[serve]'") from None
         problem = highs.HighsLp()

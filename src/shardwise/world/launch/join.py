@@ -275,7 +275,7 @@ def _host_address(interface: str, address: str, port: int) -> str:
 
 
 def _interface_address(interface: str) -> str:
-    import fcntl
+    import fcntl  # here: POSIX has it
     import struct
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

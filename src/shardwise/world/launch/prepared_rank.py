@@ -31,7 +31,7 @@ from shardwise.errors import ShardwiseError, UsageError, first_error
 from shardwise.world import matmul_backend, private, recorder
 from shardwise.world.comm import encoding
 from shardwise.world.comm.pending import is_peer_loss
-from shardwise.world.current import current_world, set_world
+from shardwise.world.launch.current import current_world, set_world
 from shardwise.world.persistent_memory import PersistentMemory
 from shardwise.world.recorder import CollectiveRecorder, process_state
 from shardwise.world.terminal import STOP_SIGNALS, open_durable_stream
