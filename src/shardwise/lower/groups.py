@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding, num_exchanging_ranks
 from shardwise.plan.ir.mesh import Mesh
@@ -14,7 +15,7 @@ def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dic
     for axis in sharding.sizes:
         ranks = mesh.group(world.rank, axis)
         groups[axis], at = world.group(ranks), ranks.index(world.rank)
-        rows = graph.fused_dims.rules
+        rows = find_fused_dims(graph).rules
         counts = {
             num_exchanging_ranks(sharding, op, rows[op.name], axis, graph.tensors[op.inputs[0]].shape)
             for op in graph.operators

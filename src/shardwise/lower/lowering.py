@@ -19,6 +19,7 @@ from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.pending_constants import PendingConstants
 from shardwise.lower.redistribute import redistribute
 from shardwise.model.batch.random_draws import SampleFold
+from shardwise.model.dims.labels import num_units_by_dim
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.strides.autocast_dtypes import apply_autocast
@@ -102,7 +103,7 @@ class Lowering:
         """Return the placement of an output's samples."""
         dim, n = self.output_sample_dims[value], self.sharding.sizes[axis]
         length = self.graph.tensors[value].shape[dim]
-        count = self.graph.num_units_by_dim[False].get((value, dim), length)
+        count = num_units_by_dim(self.graph, False).get((value, dim), length)
         return shard(dim, length, n, length // count if length % count == 0 else 1)
 
     def dtype(self, value: str) -> torch.dtype:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.sharding.sharding import Sharding
-from shardwise.model.work import MATMUL_KINDS, differentiable_values, operator_work
+from shardwise.model.work import MATMUL_KINDS, operator_work
 from shardwise.plan.ir.patterns import pattern_of
 from shardwise.plan.ir.placement import P, Placement, R, has_single_owner, is_fully_replicated, is_shard
 from shardwise.report.tables import TextTable
