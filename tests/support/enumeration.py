@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
-from shardwise.model.work import differentiable_values, operator_work, storage_roots
+from shardwise.model.work import operator_work, storage_roots
 from shardwise.plan.ir.placement import D, Placement, R, Shard, is_shard
 
 # Bytes that a rank sends, in parts of the tensor's (n - 1)/n, forward and backward; None where no bytes move. An all-reduce

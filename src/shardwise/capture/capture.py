@@ -35,6 +35,7 @@ from shardwise.capture.nesting import batch_size_of, named_leaves, replace_leave
 from shardwise.capture.patches.patch import Trace
 from shardwise.capture.patching import patched_for_call, patched_for_export, rewrite_program
 from shardwise.errors import ModelError
+from shardwise.model.dataflow import required_operators
 from shardwise.model.gc_pause import gc_paused
 from shardwise.model.graph import Arg, Graph, Ref
 from shardwise.ops import is_random, writes_in_place
@@ -431,11 +432,6 @@ def computes_equally(
 
 def _is_constant(graph: Graph) -> bool:
     """Return whether the outputs depend on constants only."""
-    start = {v.value for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
-    needed = set(graph.outputs)
-    for op in reversed(graph.operators):
-        if needed.intersection(op.outputs):
-            if is_random(op):
-                return False
-            needed.update(op.inputs)
-    return not needed & start
+    varying = {v.value for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
+    needed = required_operators(graph.operators, graph.outputs)
+    return varying.isdisjoint(graph.outputs) and not any(is_random(op) or not varying.isdisjoint(op.inputs) for op in needed)

@@ -19,9 +19,9 @@ from shardwise.capture.fx_reader import FxGraphReader, UnsupportedAliasing, oper
 from shardwise.capture.nesting import named_leaves
 from shardwise.capture.patching import rewrite_graph
 from shardwise.errors import ModelError
-from shardwise.model.gradients import differentiable_inputs, parameters_with_gradient
+from shardwise.model.dataflow import required_operators
+from shardwise.model.gradients import parameters_with_gradient, values_depending_on
 from shardwise.model.graph import Graph, Operator, Ref, Variable
-from shardwise.model.work import reachable_values
 from shardwise.ops import is_random, writes_in_place
 
 
@@ -60,7 +60,9 @@ class ProgramReader:
         reader.read(program.graph, program.graph_module)
         _append_write_backs(program, reader, {v.name: v.value for v in variables.buffers_and_parameters}, first_names)
         ops, results = self._read_operators(reader, variables)
-        wanted = _with_unique_sites(_drop_unused(ops, results, {v.value for v in variables.buffers_and_parameters}))
+        in_place = {v.value for v in variables.buffers_and_parameters}
+        writes = {value for op in ops if writes_in_place(op) and op.inputs[0] in in_place for value in op.outputs}
+        wanted = _with_unique_sites(required_operators(ops, writes.union(results)))
         if self.has_outputs and not results:
             raise ModelError("the model's output holds no tensor; it must return tensors")
         used = {value for op in wanted for value in op.inputs} | set(results)
@@ -154,13 +156,8 @@ class ProgramReader:
 def _refuse_varying_buffers(buffers: Mapping[str, str], operators: Sequence[Operator], changing: set[str]) -> None:
     """Raise ModelError if a buffer that the model makes in its first call would differ in later calls."""
     for name, value in buffers.items():
-        needed = {value}
-        for op in reversed(operators):
-            if needed.intersection(op.outputs):
-                needed.update(op.inputs)
-                if is_random(op):
-                    needed.update(changing)
-        if needed & changing:
+        needed = required_operators(operators, {value})
+        if value in changing or any(is_random(op) or not changing.isdisjoint(op.inputs) for op in needed):
             raise ModelError(
                 f"the model makes its buffer {name} in its first call, of what is not the same in every step (the batch, parameters, other "
                 "buffers or random numbers), and reads it in later ones; make it when it is constructed"
@@ -169,14 +166,10 @@ def _refuse_varying_buffers(buffers: Mapping[str, str], operators: Sequence[Oper
 
 def _refuse_replaced_parameters(replaced: Mapping[str, str], graph: Graph) -> None:
     """Raise ModelError if a replaced parameter (value -> name), or its replacement, gets a gradient: no optimizer has it."""
-
-    def reads(op: Operator) -> Sequence[str]:
-        return differentiable_inputs(op) if graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex")) else ()
-
     new = {op.inputs[0]: op.inputs[1] for op in graph.operators if op.target == "aten.copy_.default" and op.inputs[0] in replaced}
     trained = parameters_with_gradient(graph)
     ends = {graph.loss, *graph.outputs}
-    names = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & reachable_values(graph, {new[v]}, reads)))
+    names = sorted(name for v, name in replaced.items() if v in trained or (v in new and ends & values_depending_on(graph, {new[v]})))
     if names:
         raise ModelError(
             f"the model puts a new parameter in the place of {names[0]} while it runs, which its optimizer would not know and not train; "
@@ -198,18 +191,7 @@ def _append_write_backs(program: Any, reader: FxGraphReader, values_by_name: Map
     reader.results = user_results
 
 
-def _drop_unused(operators: list[Operator], results: list[str], in_place: set[str]) -> list[Operator]:
-    """Return the operators that a result, a buffer or a parameter depends on, in order (dead code elimination)."""
-    needed = set(results)
-    used = []
-    for op in reversed(operators):
-        if (writes_in_place(op) and op.inputs[0] in in_place) or any(value in needed for value in op.outputs):
-            needed.update(op.inputs)
-            used.append(op)
-    return used[::-1]
-
-
-def _with_unique_sites(operators: list[Operator]) -> list[Operator]:
+def _with_unique_sites(operators: Sequence[Operator]) -> list[Operator]:
     """Give every operator a site of its own: a functionalized write is several operators, and regenerates views."""
     original, assigned, renamed = {op.site for op in operators}, set[str](), []
     for op in operators:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from shardwise.model.graph import Arg, Operator, Ref, Tensor, Word
+from shardwise.model.graph import Arg, Operator, Ref, Tensor, Word, rename_inputs
 from shardwise.model.strides.strides import without_gaps
 from shardwise.ops import record_of, writes_in_place
 from shardwise.ops.vocabulary import ViewKind
@@ -109,20 +110,14 @@ class _Functionalizer:
         return value
 
     def _emit(self, op: Operator) -> None:
-        args = tuple(self._rename_arg(a) for a in op.args)
-        rewritten = replace(op, args=args, kwargs=tuple((k, self._rename_arg(a)) for k, a in op.kwargs))
+        rewritten = rename_inputs(op, self._latest_name)
         self.functional.append(rewritten)
         if (
             op.name not in self.aliasing.no_grad_operators
             and not op.target.startswith("aten.detach")
             and self.requires_grad.intersection(rewritten.inputs)
         ):
-            self.requires_grad.update(v for v in op.outputs if "float" in self.tensors[v].dtype or "complex" in self.tensors[v].dtype)
-
-    def _rename_arg(self, arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(self._latest_name(arg.value))
-        return tuple(self._rename_arg(a) for a in arg) if isinstance(arg, tuple) else arg
+            self.requires_grad.update(v for v in op.outputs if self.tensors[v].is_differentiable)
 
     def _new_value(self, value: str, suffix: str, like: str) -> str:
         name = f"{value}_{suffix}"
@@ -184,9 +179,7 @@ class _Functionalizer:
         chain = self._propagate_to_bases(op, target)
         if root in self.in_place:
             written = self._new_value(root, "written", root)
-            self._emit(
-                replace(self._elementwise_call(op, "copy_", written, Ref(root), Ref(self.latest_names.pop(root))), site=f"{op.site}/copy_")
-            )
+            self._emit_call(op, "copy_.default", written, Ref(root), Ref(self.latest_names.pop(root)), site=f"{op.site}/copy_")
             chain = {root}
         elif original in self.requires_grad and (op.name in self.aliasing.no_grad_operators or self._is_detached(target)):
             self._keep_gradient(op, root, original)
@@ -205,7 +198,7 @@ class _Functionalizer:
         kwargs = tuple((k, a) for k, a in op.kwargs if k != "out")
         self._emit(replace(op, target=twin, name=new, kwargs=kwargs, outputs=(new,)))
         written = self._new_value(buffer, "written", buffer)
-        self._emit(replace(self._elementwise_call(op, "copy_", written, Ref(buffer), Ref(new)), site=f"{op.site}/copy_"))
+        self._emit_call(op, "copy_.default", written, Ref(buffer), Ref(new), site=f"{op.site}/copy_")
         self.aliases[op.outputs[0]] = buffer
         self._regenerate_views(buffer, {buffer})
 
@@ -216,20 +209,21 @@ class _Functionalizer:
             value = self.views[value].base
         return False
 
-    def _elementwise_call(self, op: Operator, name: str, output: str, *args: Arg) -> Operator:
-        overload = "Tensor" if name in ("sub", "add") else "default"
-        return replace(op, target=f"aten.{name}.{overload}", name=output, args=args, kwargs=(), outputs=(output,), returns_sequence=False)
+    def _emit_call(self, op: Operator, target: str, output: str, *args: Arg, **changes: Any) -> None:
+        """Emit a call of `aten.target` in place of `op`, with one output; `changes`: other fields."""
+        call = replace(op, target=f"aten.{target}", name=output, args=args, kwargs=(), outputs=(output,), returns_sequence=False)
+        self._emit(replace(call, **changes))
 
     def _keep_gradient(self, op: Operator, root: str, original: str) -> None:
         """Give `root` the written value and the gradient of `original`: the value detached, plus zeros that carry the gradient."""
         written = self.latest_names.pop(root)
         names = [self._new_value(root, suffix, root) for suffix in ("still", "zero", "zeros", "value", "kept")]
         still, zero, zeros, value, result = names
-        self._emit(self._elementwise_call(op, "detach", still, Ref(original)))
-        self._emit(self._elementwise_call(op, "sub", zero, Ref(original), Ref(still)))
-        self._emit(self._elementwise_call(op, "nan_to_num", zeros, Ref(zero)))
-        self._emit(self._elementwise_call(op, "detach", value, Ref(written)))
-        self._emit(self._elementwise_call(op, "add", result, Ref(zeros), Ref(value)))
+        self._emit_call(op, "detach.default", still, Ref(original))
+        self._emit_call(op, "sub.Tensor", zero, Ref(original), Ref(still))
+        self._emit_call(op, "nan_to_num.default", zeros, Ref(zero))
+        self._emit_call(op, "detach.default", value, Ref(written))
+        self._emit_call(op, "add.Tensor", result, Ref(zeros), Ref(value))
         # These carry the gradient, also in a block without gradients.
         self.requires_grad.update((zero, zeros, result))
         self.latest_names[root] = result
@@ -251,10 +245,8 @@ class _Functionalizer:
         mask = self._new_value(new, "diagonal", target)
         self.tensors[mask] = replace(self.tensors[mask], dtype="bool")
         kwargs = (("dtype", Word("dtype", "bool")), ("device", Word("device", "run")))
-        self._emit(replace(self._elementwise_call(op, "eye", mask, *shape), target="aten.eye.m", kwargs=kwargs))
-        self._emit(
-            replace(self._elementwise_call(op, "masked_fill", new, op.args[0], Ref(mask), op.args[1]), target="aten.masked_fill.Scalar")
-        )
+        self._emit_call(op, "eye.m", mask, *shape, kwargs=kwargs)
+        self._emit_call(op, "masked_fill.Scalar", new, op.args[0], Ref(mask), op.args[1])
 
     def _rewrite_copy(self, op: Operator, new: str) -> None:
         """Rewrite `copy`, which has no derivative in torch, as zeros plus the source (in their dtype)."""
@@ -265,15 +257,13 @@ class _Functionalizer:
         if self.tensors[source.value].dtype != dtype:
             cast = self._new_value(new, "cast", source.value)
             self.tensors[cast] = replace(self.tensors[cast], dtype=dtype)
-            to = replace(op, target="aten.to.dtype", name=cast, args=(source, Word("dtype", dtype)), outputs=(cast,))
-            self._emit(replace(to, kwargs=(), returns_sequence=False))
+            self._emit_call(op, "to.dtype", cast, source, Word("dtype", dtype))
             source = Ref(cast)
         if dtype == "bool":
             raise _UntrackedWrite
         zeros = self._new_value(new, "zeros", into.value)
-        direct = replace(op, kwargs=(), returns_sequence=False)
-        self._emit(replace(direct, target="aten.zeros_like.default", name=zeros, args=(into,), outputs=(zeros,)))
-        self._emit(replace(direct, target="aten.add.Tensor", name=new, args=(Ref(zeros), source), outputs=(new,)))
+        self._emit_call(op, "zeros_like.default", zeros, into)
+        self._emit_call(op, "add.Tensor", new, Ref(zeros), source)
 
     def _propagate_to_bases(self, op: Operator, target: str) -> set[str]:
         """Propagate a write to `target` through its views to the owner of the memory; return the values that are up to date then."""
@@ -281,8 +271,8 @@ class _Functionalizer:
         while target in self.views:
             view = self.views[target]
             result = self._new_value(view.base, "new", view.base)
-            call = self._inverse_call(view, target)
-            self._emit(replace(op, name=result, target=call[0], args=call[1], kwargs=(), outputs=(result,), returns_sequence=False))
+            name, args = self._inverse_call(view, target)
+            self._emit_call(op, name, result, *args)
             target = view.base
             self.latest_names[target] = result
             done.add(target)
@@ -301,32 +291,32 @@ class _Functionalizer:
             return value
 
         if name in ("slice", "select") and not kwargs:
-            return f"aten.{name}_scatter.default", (base, value, *args[1:])
+            return f"{name}_scatter.default", (base, value, *args[1:])
         if name == "narrow":
             start = number(2, "start", 0)
-            return "aten.slice_scatter.default", (base, value, number(1, "dim", 0), start, start + number(3, "length", 0))
+            return "slice_scatter.default", (base, value, number(1, "dim", 0), start, start + number(3, "length", 0))
         if name in ("split", "split_with_sizes", "chunk", "unbind", "tensor_split"):
             dim = number(1, "dim", 0) if name == "unbind" else number(2, "dim", 0)
             if name == "unbind":
-                return "aten.select_scatter.default", (base, value, dim, view.output)
+                return "select_scatter.default", (base, value, dim, view.output)
             lengths = [self.tensors[v].shape[dim] for v in view.op.outputs]
             start = sum(lengths[: view.output])
-            return "aten.slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
+            return "slice_scatter.default", (base, value, dim, start, start + lengths[view.output])
         if record_of(view.op).view.kind == ViewKind.RESHAPE:
-            return "aten.reshape.default", (value, shape)
+            return "reshape.default", (value, shape)
         if name in _RETURN_INPUT and self.tensors[target] == self.tensors[view.base]:
-            return "aten.alias.default", (value,)
+            return "alias.default", (value,)
         if name in ("transpose", "swapaxes"):
-            return "aten.transpose.int", (value, number(1, "dim0", 0), number(2, "dim1", 1))
+            return "transpose.int", (value, number(1, "dim0", 0), number(2, "dim1", 1))
         if name in ("t", "numpy_T") and len(shape) <= 2:
-            return "aten.t.default", (value,)
+            return "t.default", (value,)
         if name == "mT":
-            return "aten.transpose.int", (value, -1, -2)
+            return "transpose.int", (value, -1, -2)
         if name == "permute" and isinstance(args[1], tuple):
             order = [int(d) % len(shape) for d in args[1]]
-            return "aten.permute.default", (value, tuple(order.index(i) for i in range(len(order))))
+            return "permute.default", (value, tuple(order.index(i) for i in range(len(order))))
         if name == "detach":
-            return "aten.alias.default", (value,)
+            return "alias.default", (value,)
         raise _UntrackedWrite
 
     def _regenerate_views(self, root: str, done: set[str]) -> None:

@@ -29,7 +29,7 @@ from shardwise.cost.stages.stage import StageCost, combine_stage_memory
 from shardwise.errors import Infeasible
 from shardwise.model.dims.labels import expert_weights
 from shardwise.model.graph import running_statistics_of
-from shardwise.model.stages.stages import Stage, StageCut, split, stage_cuts
+from shardwise.model.stages.stages import Stage, StageCut, batch_only_operators, split, stage_cuts
 from shardwise.model.work import MATMUL_KINDS
 from shardwise.plan.ir.axis import DATA
 from shardwise.plan.layout import Layout
@@ -317,7 +317,7 @@ class Pricer(OperatorPricer):
     @cached_property
     def _first_reads(self) -> NDArray[np.float64]:
         """[is on each replica, cut] -> bytes made before a cut that operators read between it and the next cut."""
-        tensors, batched, free = self.graph.tensors, self.inventory.batched, self.graph.batch_only_operators
+        tensors, batched, free = self.graph.tensors, self.inventory.batched, batch_only_operators(self.graph)
         ends = [*(cut.index for cut in self.cuts[1:]), len(self.graph.operators)]
         received = np.zeros((2, len(self.cuts)))
         for at, (cut, end) in enumerate(zip(self.cuts, ends, strict=True)):

@@ -22,6 +22,7 @@ from shardwise.lower.kernels.scaled import scaled_linear, supports_scaled_produc
 from shardwise.lower.kernels.statistics import StatisticsGroups
 from shardwise.lower.lowering import Lowering, Nodes, bind_named, inner_group_name, outer_group_name, torch_operator
 from shardwise.model.batch.random_draws import drawn_shape
+from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.graph import Arg, Operator, Ref, Word
 from shardwise.model.graph import Tensor as Spec
 from shardwise.model.sharding.convolution_as_product import is_run_as_product, local_operand_shapes
@@ -79,7 +80,7 @@ class OperatorCall:
 
     @property
     def rule(self) -> Rule:
-        rule = self.lowering.graph.fused_dims.rules[self.op.name]
+        rule = find_fused_dims(self.lowering.graph).rules[self.op.name]
         assert rule is not None, self.op.name  # only an operator with a rule is ever sharded
         return rule
 

@@ -18,6 +18,8 @@ from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.redistribute import redistribute
 from shardwise.model.batch.random_draws import SampleFold
+from shardwise.model.dims.fused_dims import find_fused_dims
+from shardwise.model.dims.labels import num_units_by_dim
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding, num_exchanging_ranks
 from shardwise.model.strides.autocast_dtypes import apply_autocast
@@ -115,7 +117,7 @@ class Lowering:
         """Return the placement of an output's samples."""
         dim, n = self.output_sample_dims[value], self.sharding.sizes[axis]
         length = self.graph.tensors[value].shape[dim]
-        count = self.graph.num_units_by_dim[False].get((value, dim), length)
+        count = num_units_by_dim(self.graph, False).get((value, dim), length)
         return shard(dim, length, n, length // count if length % count == 0 else 1)
 
     def dtype(self, value: str) -> torch.dtype:
@@ -187,7 +189,7 @@ def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dic
     for axis in sharding.sizes:
         ranks = mesh.group(world.rank, axis)
         groups[axis], at = world.group(ranks), ranks.index(world.rank)
-        rows = graph.fused_dims.rules
+        rows = find_fused_dims(graph).rules
         reading = (op for op in graph.operators if op.inputs)
         counts = {num_exchanging_ranks(sharding, op, rows[op.name], axis, graph.tensors[op.inputs[0]].shape) for op in reading}
         for n in counts - {1}:

@@ -28,6 +28,8 @@ from shardwise.lower.kernels.statistics import batch_norm, group_norm, instance_
 from shardwise.lower.kernels.ulysses_ring import head_exchange_of, shared_heads, ulysses_ring_attention
 from shardwise.lower.kernels.vocabulary import cross_entropy, embedding, nll
 from shardwise.lower.lowering import bind_named
+from shardwise.model.dims.expert_rows import expert_rows
+from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.graph import Function
 from shardwise.ops import is_random
 from shardwise.ops.attention import attention_mask_of, has_score_dropout, is_causal
@@ -219,7 +221,7 @@ def _lower_complex_clone(call: OperatorCall) -> fx.Node:
 def _lower_slice_of_runs(call: OperatorCall) -> fx.Node | None:
     """Lower slices of a dimension sharded by runs: this rank's shards of the runs in each slice."""
     op, low = call.op, call.lowering
-    axis = next((axis for axis, label in call.cut_labels.items() if (op.name, label) in low.graph.fused_dims.labels), "")
+    axis = next((axis for axis, label in call.cut_labels.items() if (op.name, label) in find_fused_dims(low.graph).labels), "")
     if not axis or call.record.along is None:
         return None
     form, group = low.sharding.input_placements[op.name][0][axis], low.groups[axis]
@@ -390,7 +392,7 @@ def _lower_view(call: OperatorCall) -> fx.Node | None:
     """Lower an operator with a shape argument, which becomes that of this rank's shard."""
     shapers = {ViewKind.RESHAPE: torch.ops.aten.reshape.default, ViewKind.EXPAND: torch.ops.aten.expand.default}
     shaper = shapers.get(call.record.view.kind)
-    ragged, value = call.lowering.graph.expert_rows, call.op.outputs[0]
+    ragged, value = expert_rows(call.lowering.graph), call.op.outputs[0]
     shape = [-1 if (value, dim) in ragged else size for dim, size in enumerate(call.local_shape)]
     return None if shaper is None else call.emit(shaper, [call.args[0], shape])
 

@@ -6,23 +6,17 @@ One graph is the forward pass of one microbatch down to a scalar loss, at *globa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.ops import Rule, record_of, rule_of, writes_in_place
 from shardwise.ops.operator import DTYPE_BYTES, FUNCTION, NARROW, Arg, Function, Operator, Ref, Slot, Tensor, Word
 
-if TYPE_CHECKING:
-    from shardwise.model.dims.fused_dims import FusedDimensions
-    from shardwise.model.sharding.fold import LayerFold
-    from shardwise.model.stages.branches import BranchRegion
-
 __all__ = [
     "DTYPE_BYTES", "FUNCTION", "NARROW", "Arg", "Function", "Graph", "Operator", "Ref", "Slot", "Tensor", "Variable", "Word",
-        "buffers_written_in_place",
-    "running_statistics_of", "writes_buffer", "written_buffers",
+    "buffers_written_in_place", "rename_arguments", "rename_inputs", "running_statistics_of", "writes_buffer", "written_buffers",
 ]  # fmt: skip
 
 
@@ -112,15 +106,7 @@ class Graph:
                 operators.append(replace(operator, outputs=(f"{value}_narrow",)))
                 cast = (Ref(f"{value}_narrow"), Word("dtype", target))
                 operators.append(Operator(f"{op.name}_cast", "aten.to.dtype", cast, (), (value,), f"{op.site}/{target}"))
-        return replace(
-            self,
-            parameters=variables(self.parameters),
-            buffers=variables(self.buffers),
-            inputs=variables(self.inputs),
-            constants=variables(self.constants),
-            operators=tuple(operators),
-            tensors=tensors,
-        )
+        return self.replace_variables(variables, operators=tuple(operators), tensors=tensors)
 
     @cached_property
     def producer_index(self) -> dict[str, int]:
@@ -143,75 +129,42 @@ class Graph:
         return {value: i for i, op in enumerate(self.operators) for value in op.inputs}
 
     @cached_property
-    def fold(self) -> LayerFold | None:
-        """The graph with its repeated layers once; None where too few repeat."""
-        from shardwise.model.sharding.fold import fold_layers  # deferred: a circular import
-
-        return fold_layers(self)
-
-    @cached_property
     def rules(self) -> dict[str, Rule | None]:
         """The factor rule of every operator by its name, None where it has none."""
         return {op.name: rule_of(op, self.tensors) for op in self.operators}
 
     @cached_property
-    def first_axis_solutions(self) -> dict[Hashable, Any]:
-        """Cache of solutions along axes solved before all others, by query; filled by `shardwise.model.sharding.propagate`."""
+    def analyses(self) -> dict[Hashable, Any]:
+        """Results of analyses of the graph, see `shardwise.model.dataflow.cached_on_graph`."""
         return {}
 
     @cached_property
-    def num_units_by_dim(self) -> tuple[Mapping[tuple[str, int], int], Mapping[tuple[str, int], int]]:
-        """`num_units_by_dim` of `shardwise.model.dims.labels`, without and with `products`."""
-        from shardwise.model.dims.labels import num_units_by_dim  # deferred: a circular import
-
-        return num_units_by_dim(self, self.rules, products=False), num_units_by_dim(self, self.rules, products=True)
-
-    @cached_property
-    def fused_dims(self) -> FusedDimensions:
-        """Dimensions that consist of several runs, see `shardwise.model.dims.fused_dims`."""
-        from shardwise.model.dims.fused_dims import find_fused_dims  # deferred: a circular import
-
-        return find_fused_dims(self)
-
-    @cached_property
-    def batch_only_operators(self) -> frozenset[str]:
-        """Names of the operators that depend on the batch and constants only, see `shardwise.model.stages.stages`."""
-        from shardwise.model.stages.stages import batch_only_operators  # deferred: a circular import
-
-        return frozenset(batch_only_operators(self))
-
-    @cached_property
-    def regions(self) -> tuple[BranchRegion, ...]:
-        """Regions of parallel branches, see `shardwise.model.stages.branches`."""
-        from shardwise.model.stages.branches import find_regions  # deferred: a circular import
-
-        return find_regions(self)
-
-    @cached_property
-    def expert_rows(self) -> frozenset[tuple[str, int]]:
-        """(value, dimension) that are rows of experts, see `shardwise.model.dims.expert_rows`."""
-        from shardwise.model.dims.expert_rows import expert_row_dims  # deferred: a circular import
-
-        return expert_row_dims(self, self.rules)
-
-    @cached_property
-    def indivisible_operators(self) -> frozenset[int]:
-        """Indices of the operators before which no stage can begin, see `shardwise.model.stages.stages`."""
-        from shardwise.model.stages.stages import indivisible_operators
-
-        return frozenset(indivisible_operators(self))
-
-    def producer(self) -> dict[str, Operator]:
-        """Return the operator that computes each value; variables are not in it."""
+    def producers(self) -> dict[str, Operator]:
+        """The operator that computes each value; variables are not in it."""
         return {value: op for op in self.operators for value in op.outputs}
 
-    def consumers(self) -> dict[str, list[Operator]]:
-        """Return the operators that read each value, in order."""
-        readers: dict[str, list[Operator]] = {}
-        for op in self.operators:
-            for value in dict.fromkeys(op.inputs):
-                readers.setdefault(value, []).append(op)
-        return readers
+    @cached_property
+    def state(self) -> dict[str, Variable]:
+        """The parameters and buffers by value."""
+        return {v.value: v for v in (*self.parameters, *self.buffers)}
+
+    def replace_variables(self, change: Callable[[tuple[Variable, ...]], tuple[Variable, ...]], **fields: Any) -> Graph:
+        """Return the graph with each group of variables as `change` returns it, and other `fields`."""
+        groups: dict[str, Any] = {key: change(getattr(self, key)) for key in ("parameters", "buffers", "inputs", "constants")}
+        return replace(self, **groups, **fields)
+
+
+def rename_inputs(op: Operator, name_of: Callable[[str], str]) -> Operator:
+    """Return an operator that reads `name_of(value)` in place of each value."""
+    args = rename_arguments(op.args, name_of)
+    return replace(op, args=args, kwargs=tuple((key, rename_arguments(arg, name_of)) for key, arg in op.kwargs))  # type: ignore[arg-type]
+
+
+def rename_arguments(arg: Arg, name_of: Callable[[str], str]) -> Arg:
+    """Return an argument with `name_of(value)` in place of each value."""
+    if isinstance(arg, Ref):
+        return Ref(name_of(arg.value))
+    return tuple(rename_arguments(item, name_of) for item in arg) if isinstance(arg, tuple) else arg
 
 
 def uses_batch_statistics(op: Operator) -> bool:
@@ -235,8 +188,7 @@ def writes_buffer(op: Operator, state: Mapping[str, object]) -> bool:
 
 def buffers_written_in_place(graph: Graph) -> set[str]:
     """Return buffers (and parameters) that an operator updates in place: replicated on every rank, as they are written."""
-    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    return {op.inputs[0] for op in graph.operators if writes_buffer(op, state)}
+    return {op.inputs[0] for op in graph.operators if writes_buffer(op, graph.state)}
 
 
 def written_buffers(graph: Graph) -> set[str]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.errors import ModelError
-from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, writes_buffer
+from shardwise.model.dataflow import required_operators
+from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable, rename_inputs, writes_buffer
 from shardwise.ops import record_of
 from shardwise.ops.attention import attention_mask_of, is_causal, is_fused_attention
 from shardwise.ops.vocabulary import CostKind, ViewKind
@@ -44,8 +45,7 @@ def decoder_at_positions(graph: Graph, longest: Graph) -> tuple[Graph, frozenset
         twin, (value,) = twins[op.site], sequence_values
         full_value = f"{value}_everywhere"
         tensors[full_value] = longest.tensors[twin.outputs[0]]
-        full_arguments = _rename_arguments(twin.args, names), _rename_arguments(twin.kwargs, names)
-        operators.append(replace(op, args=full_arguments[0], kwargs=full_arguments[1], outputs=(full_value,)))  # type: ignore[arg-type]
+        operators.append(rename_inputs(replace(op, args=twin.args, kwargs=twin.kwargs, outputs=(full_value,)), names.__getitem__))
         args = (Ref(full_value), sequence_dims[value], Ref(POSITIONS))
         operators.append(Operator(f"{op.name}_here", "aten.index_select.default", args, (), (value,), f"{op.site}/here"))
     graph = replace(graph, operators=tuple(operators), inputs=(*graph.inputs, Variable(POSITIONS, POSITIONS, tensors[POSITIONS])))
@@ -67,7 +67,7 @@ def _logits_output(graph: Graph) -> str:
 
 def _with_causal_attention(graph: Graph, twins: Mapping[str, Operator]) -> tuple[Graph, frozenset[str]]:
     """Return the graph with `is_causal` attention that reads each head of keys once; and the masks that this assumes to be causal."""
-    producers, masks, operators = graph.producer(), set[str](), []
+    masks, operators = set[str](), []
     for op in graph.operators:
         if not is_fused_attention(op):
             operators.append(op)
@@ -78,7 +78,7 @@ def _with_causal_attention(graph: Graph, twins: Mapping[str, Operator]) -> tuple
         if mask := attention_mask_of(twin):
             masks.add(mask)
         q, k, v = op.inputs[:3]
-        sources = [_unrepeated_heads(graph, producers, value) for value in (k, v)]
+        sources = [_unrepeated_heads(graph, value) for value in (k, v)]
         if len(graph.tensors[q].shape) != 4 or len({graph.tensors[value].shape[-2] for value in (q, k, v)}) > 1:
             raise ModelError(f"attention at {op.site} reads other keys than those of its own tokens")
         kwargs = tuple((key, arg) for key, arg in op.kwargs if key == "scale")
@@ -89,10 +89,10 @@ def _with_causal_attention(graph: Graph, twins: Mapping[str, Operator]) -> tuple
     return replace(graph, operators=tuple(operators)), frozenset(masks)
 
 
-def _unrepeated_heads(graph: Graph, producers: Mapping[str, Operator], value: str) -> str:
+def _unrepeated_heads(graph: Graph, value: str) -> str:
     """Return the source of keys or values whose heads are repeated for groups of queries."""
     shapes, at = [graph.tensors[value].shape], value
-    while (op := producers.get(at)) is not None and len(op.inputs) == 1 and _only_reorders(op):
+    while (op := graph.producers.get(at)) is not None and len(op.inputs) == 1 and _only_reorders(op):
         at = op.inputs[0]
         shapes.append(graph.tensors[at].shape)
         batch, heads, tokens, width = shapes[0]
@@ -111,15 +111,10 @@ def _only_reorders(op: Operator) -> bool:
 
 def _prune_unused(graph: Graph) -> Graph:
     """Return the graph without operators that no output depends on."""
-    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    needed, operators = set(graph.outputs), []
     for op in reversed(graph.operators):
-        if writes_buffer(op, state):
-            raise ModelError(f"{op.site} changes {state[op.inputs[0]].name} while it runs")
-        if not needed.isdisjoint(op.outputs):
-            operators.append(op)
-            needed.update(op.inputs)
-    return replace(graph, operators=tuple(reversed(operators)))
+        if writes_buffer(op, graph.state):
+            raise ModelError(f"{op.site} changes {graph.state[op.inputs[0]].name} while it runs")
+    return replace(graph, operators=required_operators(graph.operators, graph.outputs))
 
 
 def _sequence_dims(graph: Graph, longest: Graph, twins: Mapping[str, Operator], tokens: int, length: int) -> dict[str, int]:
@@ -145,9 +140,3 @@ def _match_variables(longest: Graph, graph: Graph) -> dict[str, str]:
     """Return values of `graph` by those of `longest`, of parameters, buffers, inputs and constants."""
     value_of = {v.name: v.value for v in graph.variables}
     return {v.value: value_of[v.name] for v in longest.variables if v.name in value_of}
-
-
-def _rename_arguments(arg: Arg, names: Mapping[str, str]) -> Arg:
-    if isinstance(arg, Ref):
-        return Ref(names[arg.value])
-    return tuple(_rename_arguments(item, names) for item in arg) if isinstance(arg, tuple) else arg

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.model.gradients import differentiable_inputs
+from shardwise.model.dataflow import propagate_forward
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import Graph, Operator, Tensor
 from shardwise.ops import is_identity, record_of, windows_of
 from shardwise.ops.sliding_window import SlidingWindow
@@ -96,47 +97,22 @@ def operator_bytes(op: Operator, tensors: dict[str, Tensor]) -> float:
     return float(written + read + (tensors[op.inputs[0]].size_bytes if record.backward.saves_log_softmax else 0))
 
 
-def reachable_values(graph: Graph, start: set[str], inputs_of: Callable[[Operator], Sequence[str]] = lambda op: op.inputs) -> set[str]:
-    """Return values that depend on those of `start` through the inputs of each operator that `reads` returns."""
-    reached = set(start)
-    for op in graph.operators:
-        if any(value in reached for value in inputs_of(op)):
-            reached.update(op.outputs)
-    return reached
-
-
-def differentiable_values(graph: Graph) -> set[str]:
-    """Return values whose gradient backward computes: those on a differentiable path from a trainable parameter to the loss.
-
-    Complex numbers have gradients as real ones do. See `differentiable_inputs` for inputs without one.
-    """
-    start = {v.value for v in graph.parameters if v.trainable}
-    reached = reachable_values(
-        graph, start, lambda op: differentiable_inputs(op) if any(graph.tensors[v].is_differentiable for v in op.outputs) else ()
-    )
-    wanted = {graph.loss, *graph.outputs}
-    for op in reversed(graph.operators):
-        if not wanted.isdisjoint(op.outputs):
-            wanted.update(differentiable_inputs(op))
-    return {value for value in reached & wanted if graph.tensors[value].is_differentiable}
-
-
 def values_following_batch(graph: Graph) -> set[str]:
     """Return values whose size follows the number of samples: all that depend on a batched input; those expanded to as many rows (learned
     queries); constants of as many rows (the initial state of a recurrence) that are read together with such values."""
     rows, tensors = (graph.batch_size,), graph.tensors
     values = {v.value for v in graph.inputs if v.batched}
     if graph.batch_size < 2:
-        return reachable_values(graph, values)
+        return propagate_forward(graph.operators, values)
     for op in graph.operators:
         if record_of(op).view.kind in (ViewKind.EXPAND, ViewKind.REPEAT) and tensors[op.inputs[0]].shape[:1] != rows:
             values.update(v for v in op.outputs if tensors[v].shape[:1] == rows)
-    values = reachable_values(graph, values)
+    values = propagate_forward(graph.operators, values)
     starts = {v for op in graph.operators if not op.inputs for v in op.outputs if tensors[v].shape[:1] == rows} - values
     if not starts:
         return values
     co_read = [v for op in graph.operators if any(w in values and tensors[w].shape[:1] == rows for w in op.inputs) for v in op.inputs]
-    return reachable_values(graph, values | starts.intersection(co_read))
+    return propagate_forward(graph.operators, values | starts.intersection(co_read))
 
 
 def storage_roots(graph: Graph, copied: Collection[str] = frozenset()) -> dict[str, str]:

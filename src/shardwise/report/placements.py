@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from shardwise.cost.operators.layers import Layer, LayerSharding
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.sharding.sharding import Sharding
-from shardwise.model.work import MATMUL_KINDS, differentiable_values, operator_work
+from shardwise.model.work import MATMUL_KINDS, operator_work
 from shardwise.plan.ir.patterns import pattern_of
 from shardwise.plan.ir.placement import P, Placement, R, has_single_owner, is_fully_replicated, is_shard
 from shardwise.report.tables import TextTable

@@ -27,6 +27,7 @@ from shardwise.model.batch.samples import check_samples, misplaced_samples_reaso
 from shardwise.model.batch.summable_loss import with_counted_means
 from shardwise.model.gc_pause import gc_paused
 from shardwise.model.graph import Graph
+from shardwise.model.sharding.fold import fold_layers
 from shardwise.model.sharding.sharding import Shards
 from shardwise.model.stages.stages import stage_links
 from shardwise.plan.ir.axis import DATA
@@ -195,7 +196,8 @@ def _efficiency_sources(pricer: Pricer, layout: Layout) -> str:
 def _search_layouts(pricer: Pricer, limits: Sequence[Constraint], objective: str) -> BranchAndBound:
     """Search all layouts that the constraints admit."""
     graph = pricer.graph
-    layers = sum(run.count for run in graph.fold.runs) if graph.fold is not None else len(select_cuts(pricer.cuts, 1)) + 1
+    folded = fold_layers(graph)
+    layers = sum(run.count for run in folded.runs) if folded is not None else len(select_cuts(pricer.cuts, 1)) + 1
     smaller_jobs = objective in ("cost", "energy") and not pricer.cluster.parts
     space = SearchSpace(
         pricer.cluster,

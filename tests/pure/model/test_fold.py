@@ -17,7 +17,7 @@ from tests.support.gpt_graph import gpt
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_expanded_sharding_is_the_whole_graphs(layers: int, sizes: dict[str, int], sequence: bool) -> None:
     graph = gpt(layers)
-    folded = graph.fold
+    folded = fold_layers(graph)
     assert folded is not None
     assert len(folded.small.operators) < len(graph.operators)
     assert propagate_with_folding(graph, sizes, sequence=sequence) == propagate_whole(graph, sizes, sequence=sequence)
@@ -25,7 +25,7 @@ def test_the_expanded_sharding_is_the_whole_graphs(layers: int, sizes: dict[str,
 
 def test_every_operator_has_one_of_its_kind_to_stand_for_it() -> None:
     graph = gpt(9)
-    folded = graph.fold
+    folded = fold_layers(graph)
     assert folded is not None
     (run,) = folded.runs
     assert run.count == 9
@@ -45,7 +45,7 @@ def test_shards_that_are_given_are_kept() -> None:
 
 
 def test_few_layers_and_layers_that_are_collected_stay_whole() -> None:
-    assert gpt(3).fold is None
+    assert fold_layers(gpt(3)) is None
     graph = gpt(8)
     ends = [op for op in graph.operators if op.target == "aten.gelu.default"]
     tensors = dict(graph.tensors) | {"sum": Tensor(graph.tensors[ends[0].outputs[0]].shape, "float32")}
@@ -74,7 +74,7 @@ def striped(layers: int) -> Graph:
 def test_layers_of_two_kinds_in_turn_are_one_period() -> None:
     """Alike by kind they are one by one, but what they read repeats every third only."""
     graph = striped(30)
-    folded = graph.fold
+    folded = fold_layers(graph)
     assert folded is not None
     (run,) = folded.runs
     assert run.period == 6
@@ -85,4 +85,4 @@ def test_layers_of_two_kinds_in_turn_are_one_period() -> None:
 
 def test_too_few_stripes_stay_whole() -> None:
     """Nine layers in turn of three are too few to fold by threes, and no five in a row are alike."""
-    assert striped(9).fold is None
+    assert fold_layers(striped(9)) is None

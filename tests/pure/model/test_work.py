@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import Graph, Operator, Ref, Tensor
-from shardwise.model.work import (
-    differentiable_values,
-    model_flops,
-    operator_bytes,
-    operator_flops,
-    operator_work,
-    storage_roots,
-    values_following_batch,
-)
+from shardwise.model.work import model_flops, operator_bytes, operator_flops, operator_work, storage_roots, values_following_batch
 from tests.support.gpt_graph import gpt
 
 

@@ -44,7 +44,7 @@ def test_what_divides_is_cut_equally() -> None:
 
 def test_units_go_through_every_shape() -> None:
     graph = gpt(layers=1, hidden=96, heads=6, batch=5)
-    by_products, by_all = num_units_by_dim(graph, graph.rules, products=True), num_units_by_dim(graph, graph.rules, products=False)
+    by_products, by_all = num_units_by_dim(graph, True), num_units_by_dim(graph, False)
     weights = {v.name: v.value for v in graph.parameters}
     assert by_products[weights["h.0.q.weight"], 0] == by_products[weights["h.0.proj.weight"], 1] == 6
     assert by_products[weights["h.0.up.weight"], 0] == 384

@@ -12,7 +12,8 @@ from shardwise.capture.capture import Graph, capture
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.devices.convolutions import NO_PADDING, ChannelPadding, channel_padding
 from shardwise.cost.step import Pricer
-from shardwise.model.work import differentiable_values, operator_work
+from shardwise.model.gradients import differentiable_values
+from shardwise.model.work import operator_work
 from shardwise.plan.layout import Layout
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.capture import experts as operators
 from shardwise.errors import LayoutError
+from shardwise.model.dims.expert_rows import expert_rows
 from shardwise.model.sharding.propagate import propagate
 from shardwise.model.stages.stages import split, stage_cuts
 from shardwise.model.work import operator_flops
@@ -132,6 +133,6 @@ def test_rows_of_experts_need_not_divide(transformers: Any) -> None:
     model = resolve(f"hf:{CONFIGS[0].parent / 'mixtral.json'}")
     graph = ModelSource.from_model(model.make).capture(model.batch(2), model.loss, None).graph
     sharding = propagate(graph, {"context": 3})
-    rows = [value for value, dim in graph.expert_rows if dim == 0 and is_shard(sharding.placements[value]["context"])]
+    rows = [value for value, dim in expert_rows(graph) if dim == 0 and is_shard(sharding.placements[value]["context"])]
     assert {graph.tensors[value].shape[0] for value in rows} == {128}
     check_divisible(sharding, graph)

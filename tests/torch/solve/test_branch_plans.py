@@ -9,6 +9,7 @@ import torch
 
 import shardwise
 from shardwise.cluster.cluster import Cluster
+from shardwise.model.stages.branches import find_regions
 from shardwise.plan.plan import Plan
 from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.solve.moves.branch_counts import branch_rank_counts
@@ -55,5 +56,5 @@ def test_the_planner_gives_branches_to_ranks_where_it_pays() -> None:
 def test_no_branches_are_searched_where_they_are_little_of_the_model(name: str) -> None:
     model = resolve(name)
     graph = ModelSource.from_model(model.make).capture(model.batch(8), model.loss, 8).graph
-    assert graph.regions
+    assert find_regions(graph)
     assert branch_rank_counts(graph, Cluster.parse("1xp3.16xlarge")) == ()

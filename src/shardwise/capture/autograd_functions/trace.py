@@ -21,6 +21,7 @@ from shardwise.capture.fx_reader import FxGraphReader, UnsupportedAliasing, oper
 from shardwise.capture.in_fork import in_fork
 from shardwise.capture.python_randomness import python_random_state
 from shardwise.errors import ModelError
+from shardwise.model.dataflow import required_operators
 from shardwise.model.graph import Operator, Tensor
 
 _LITERALS = ("lift_fresh", "lift_fresh_copy")
@@ -135,13 +136,7 @@ def _read_joint_graph(call: FunctionCall, module: Any, num_inputs: int, seeded: 
 
     num_forward = 0
     if operators is not None:
-        wanted = {v for v in map(value_of, results) if v is not None}
-        needed = []
-        for op in reversed(operators):
-            if wanted.intersection(op.outputs):
-                wanted.update(op.inputs)
-                needed.append(op)
-        operators = needed[::-1]
+        operators = [*required_operators(operators, {v for v in map(value_of, results) if v is not None})]
         num_forward = next((i for i, op in enumerate(operators) if op.name in backward), len(operators))
     seed_names = iter(seeds)
     storages = reader.storages()

@@ -18,9 +18,10 @@ from math import prod
 
 from shardwise.cost.devices.devices import Widths
 from shardwise.cost.devices.kernel_memory import BackwardWorkspace, KernelMemory
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
 from shardwise.model.strides.autocast_dtypes import apply_autocast, cast_operands
-from shardwise.model.work import OperatorWork, differentiable_values, kind_of, operator_work, storage_roots, values_following_batch
+from shardwise.model.work import OperatorWork, kind_of, operator_work, storage_roots, values_following_batch
 from shardwise.ops import record_of
 from shardwise.ops.attention import has_score_dropout
 from shardwise.ops.transforms import fft_dim_and_length

@@ -25,11 +25,12 @@ from shardwise.cost.operators.sharded_inventory import ShardedInventory, saved_b
 from shardwise.cost.operators.sharding_choice import placement_axis_sizes
 from shardwise.errors import LayoutError
 from shardwise.model.dims.labels import LabelMeaning, expert_weights, image_positions, label_meanings
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import Graph, Operator, Ref, Tensor, Variable
 from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
 from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
 from shardwise.model.sharding.sharding import Prices, Redistribution, Sharding, redistribution_collectives
-from shardwise.model.work import differentiable_values, values_following_batch
+from shardwise.model.work import values_following_batch
 from shardwise.ops import Rule, record_of
 from shardwise.ops.vocabulary import CostKind
 from shardwise.plan.ir.axis import EXPERTS, POSITIONS, SAMPLES, axis_of

@@ -22,7 +22,7 @@ from shardwise.cost.shard_counts import num_shards
 from shardwise.cost.stages.sections import StageSection, build_section, group_by_block
 from shardwise.model.graph import Variable
 from shardwise.model.sharding.sharding import Sharding
-from shardwise.model.stages.stages import Stage
+from shardwise.model.stages.stages import Stage, batch_only_operators
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def operator_cost_classes(
     met_at: dict[str, int] = {}
     read_at: dict[str, int] = {}
     made_at: list[int] = []
-    free, position, numbers = inventory.graph.batch_only_operators, 0, []
+    free, position, numbers = batch_only_operators(inventory.graph), 0, []
 
     def met(item: SavedStorage) -> Hashable:
         back = _distance_back(met_at, f"{item.root} {item.copy}", position)

@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.model.dataflow import propagate_backward
 from shardwise.model.graph import Graph, Operator, uses_batch_statistics, writes_buffer, written_buffers
+from shardwise.model.stages.stages import batch_only_operators
 from shardwise.ops import Rule, is_random, is_sum, jointly_linear_in, record_of, separately_linear_in
 from shardwise.ops.rule import SAMPLE_MIXING
 from shardwise.ops.vocabulary import ViewKind
@@ -89,21 +91,12 @@ def analyze_additivity(graph: Graph, part: Graph | None = None) -> BatchAdditivi
     followed = _AdditivityAnalysis(graph, part)
     for op in graph.operators:
         followed.visit(op)
-    reached = _loss_ancestors(graph)
+    reached = propagate_backward(graph.operators, {graph.loss})
     coupled = tuple(SampleCoupling(op.site, why) for op, why in followed.coupled if reached.intersection(op.outputs))
     written = [v.name for v in graph.buffers if v.value in written_buffers(graph)]
     if written and not coupled:
         coupled = (SampleCoupling(written[0], "is written in every microbatch"),)
     return BatchAdditivity(followed.placements, frozenset(followed.mean_operators), frozenset(followed.totals), coupled)
-
-
-def _loss_ancestors(graph: Graph) -> set[str]:
-    """Return the loss and every value that it depends on."""
-    reached = {graph.loss}
-    for op in reversed(graph.operators):
-        if reached.intersection(op.outputs):
-            reached.update(op.inputs)
-    return reached
 
 
 @dataclass
@@ -117,7 +110,6 @@ class _AdditivityAnalysis:
     coupled: list[tuple[Operator, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.state = {v.value: v for v in (*self.graph.parameters, *self.graph.buffers)}
         self.placements.update({v.value: R for v in self.graph.variables})
         self.placements.update({v.value: Shard(0) for v in self.graph.inputs if v.batched})
 
@@ -125,7 +117,7 @@ class _AdditivityAnalysis:
         """Determine the placements of an operator's outputs."""
         forms = [self.placements[v] for v in op.inputs]
         rule = self.graph.rules[op.name]
-        if writes_buffer(op, self.state):
+        if writes_buffer(op, self.graph.state):
             forms_out: list[BatchPlacement] = [R if all(form is R for form in forms) else MIXED] * len(op.outputs)
         elif all(form is R for form in forms):
             forms_out = [R] * len(op.outputs)
@@ -139,7 +131,7 @@ class _AdditivityAnalysis:
         else:
             forms_out = self._visit_samples(op, rule, forms)
         for value, form in zip(op.outputs, forms_out, strict=True):
-            free = op.name in self.graph.batch_only_operators and not is_random(op)
+            free = op.name in batch_only_operators(self.graph) and not is_random(op)
             if form is P and free:
                 self.totals.add(value)
             self.placements[value] = R if form is P and free else self._placement_by_size(op, value) if form is R else form

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.model.batch.additive import BatchAdditivity
-from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable
+from shardwise.model.dataflow import required_operators
+from shardwise.model.graph import Arg, Graph, Operator, Ref, Tensor, Variable, rename_inputs
 from shardwise.model.stages.stages import Stage, split
 from shardwise.ops import is_elementwise, is_sum, jointly_linear_in, record_of
 from shardwise.ops.vocabulary import Linearity, Reduction
@@ -50,7 +51,7 @@ class SummableLossGraph:
     @property
     def divisor(self) -> str:
         """The total that the whole loss, and nothing else in it, is divided by; "" where there is none."""
-        last = next((op for op in self.graph.operators if self.graph.loss in op.outputs), None)
+        last = self.graph.producers.get(self.graph.loss)
         if (
             last is None
             or record_of(last).linear != Linearity.NUMERATOR
@@ -90,13 +91,7 @@ class SummableLossGraph:
 
     def total_operators(self, totals: Sequence[BatchTotal]) -> tuple[Operator, ...]:
         """Return the operators that count these totals in a microbatch, in order."""
-        wanted = {total.value for total in totals}
-        operators = []
-        for op in reversed(self.graph.operators):
-            if wanted.intersection(op.outputs):
-                wanted.update(op.inputs)
-                operators.append(op)
-        return tuple(reversed(operators))
+        return required_operators(self.graph.operators, {total.value for total in totals})
 
 
 def with_counted_means(graph: Graph) -> Graph:
@@ -165,8 +160,8 @@ class _LossRewriter:
             self._rewrite_operator(op, other)
         loss, form = self.part.loss, self.additive.placements[self.part.loss]
         if form is not P or loss in self.replaced:
-            site = next(op.site for op in reversed(self.part.operators) if loss in op.outputs)
-            loss = self._times_share(Ref(self.replaced.get(loss, loss)), f"{loss}_part", f"{site}_part", "").value
+            site = f"{self.part.producers[loss].site}_part"
+            loss = self._times_share(Ref(self.replaced.get(loss, loss)), f"{loss}_part", site, "").value
         read = {v for op in self.operators for v in op.inputs} | {loss}
         totals = tuple(BatchTotal(value, variable) for value, variable in self.replaced.items() if variable in read)
         constants = [Variable(t.variable, t.variable, self.tensors[t.variable]) for t in totals]
@@ -178,8 +173,7 @@ class _LossRewriter:
         return SummableLossGraph(graph, True, SHARE if self.uses_share else "", totals)
 
     def _rewrite_operator(self, op: Operator, full_batch_op: Operator) -> None:
-        op = replace(op, args=self._read_totals(op.args), kwargs=tuple((k, self._read_totals(a)) for k, a in op.kwargs))  # type: ignore[arg-type]
-        op = _with_full_batch_numbers(op, full_batch_op)
+        op = _with_full_batch_numbers(rename_inputs(op, lambda value: self.replaced.get(value, value)), full_batch_op)
         if self.additive.placements[op.outputs[0]] is P:
             op = self._scale_non_summands(op, full_batch_op)
         if op.name in self.additive.mean_operators:
@@ -193,11 +187,6 @@ class _LossRewriter:
             if value in self.additive.totals:
                 self.replaced[value] = f"{value}_total"
                 self.tensors[f"{value}_total"] = self.tensors[value]
-
-    def _read_totals(self, arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(self.replaced.get(arg.value, arg.value))
-        return tuple(self._read_totals(a) for a in arg) if isinstance(arg, tuple) else arg
 
     def _scale_non_summands(self, op: Operator, full_batch_op: Operator) -> Operator:
         """Multiply the operands of a sum that are no partial sums by the share."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from shardwise.model.dataflow import cached_on_graph
 from shardwise.model.dims.labels import ValueDim, dims_by_label
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.union_find import UnionFind
@@ -14,14 +15,20 @@ from shardwise.ops import Rule, is_random, record_of
 from shardwise.ops.vocabulary import LoweringKind
 
 
+@cached_on_graph
+def expert_rows(graph: Graph) -> frozenset[ValueDim]:
+    """Return (value, dimension) that are rows of experts by the graph's own rules."""
+    return expert_row_dims(graph, graph.rules)
+
+
 def expert_row_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[ValueDim]:
     """Return (value, dimension) that are rows of experts."""
     dims: set[ValueDim] = set()
     for op in graph.operators:
-        rule, expert_rows = rules[op.name], record_of(op).expert_stage
-        if expert_rows == LoweringKind.EXPERT_DISPATCH:
+        rule, stage = rules[op.name], record_of(op).expert_stage
+        if stage == LoweringKind.EXPERT_DISPATCH:
             dims.update((value, 0) for value in op.outputs)
-        elif rule is not None and expert_rows != LoweringKind.EXPERT_COMBINE and dims:
+        elif rule is not None and stage != LoweringKind.EXPERT_COMBINE and dims:
             rows = zip(op.inputs, rule.inputs, strict=True)
             labels = {row[dim] for value, row in rows if row for dim in range(len(row)) if (value, dim) in dims}
             outputs = zip(op.outputs, rule.outputs, strict=True)

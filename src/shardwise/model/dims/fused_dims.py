@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardwise.model.dims.labels import ValueDim, common_divisors, dims_by_label, label_meanings
+from shardwise.model.dataflow import cached_on_graph
+from shardwise.model.dims.expert_rows import expert_rows
+from shardwise.model.dims.labels import ValueDim, common_divisors, dims_by_label, label_meanings, ruled_operators
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.union_find import UnionFind
 from shardwise.model.work import operator_flops
@@ -105,6 +107,7 @@ class _FeatureLabel:
             begin += (stop - start) * inner
 
 
+@cached_on_graph
 def find_fused_dims(graph: Graph) -> FusedDimensions:
     """Return the runs of a graph's features."""
     rules, offered = graph.rules, _candidate_labels(graph)
@@ -124,9 +127,9 @@ def find_fused_dims(graph: Graph) -> FusedDimensions:
 
 def _candidate_labels(graph: Graph) -> dict[str, tuple[FusedLabel, ...]]:
     offers = {}
-    for op in graph.operators:
-        along, rule = record_of(op).along, graph.rules[op.name]
-        if along is not None and rule is not None and op.function is None:
+    for op, _ in ruled_operators(graph, graph.rules):
+        along = record_of(op).along
+        if along is not None and op.function is None:
             shapes = ([graph.tensors[v].shape for v in values] for values in (op.inputs, op.outputs))
             offers[op.name] = along(op, *shapes)
     return offers
@@ -166,13 +169,10 @@ class _BorderPropagation:
 
     def _labels(self) -> Iterator[_FeatureLabel]:
         """Yield labels of features."""
-        graph, rows = self.graph, self.graph.expert_rows
-        for op in graph.operators:
-            rule, means = self.rules[op.name], self.meaning_of[op.name]
-            names = means.features - means.samples
-            if rule is None or not names:
-                continue
-            for name, dims in dims_by_label(op, rule).items():
+        graph, rows = self.graph, expert_rows(self.graph)
+        for op, rule in ruled_operators(graph, self.rules):
+            names = self.meaning_of[op.name].features - self.meaning_of[op.name].samples
+            for name, dims in dims_by_label(op, rule).items() if names else ():
                 if name not in names:
                     continue
                 along = self.fused_labels.get((op.name, name))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from shardwise.model.dataflow import cached_on_graph, propagate_backward
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.union_find import T, UnionFind
 from shardwise.model.work import operator_flops
@@ -81,26 +82,21 @@ def _reads_weights(graph: Graph, op: Operator) -> bool:
 
 def _derived_weights(graph: Graph) -> set[str]:
     """Return weights that products read and that are computed from parameters only, and their ancestors, the parameters included."""
-    state = {v.value for v in (*graph.parameters, *graph.buffers)}
-    chain: list[Operator] = []
+    state, chain = set(graph.state), list[Operator]()
     for op in graph.operators:
         if op.inputs and state.issuperset(op.inputs):
             state.update(op.outputs)
             chain.append(op)
     outputs = {value for op in chain for value in op.outputs}
     read = {value for op in graph.operators if _reads_weights(graph, op) for value in op.inputs if value in outputs}
-    for op in reversed(chain):
-        if read.intersection(op.outputs):
-            read.update(op.inputs)
-    return read
+    return propagate_backward(chain, read)
 
 
 def image_positions(graph: Graph, rules: Mapping[str, Rule | None]) -> dict[tuple[str, int], frozenset[str]]:
     """Return, by (value, dimension), which image positions it is, by the kinds of `shardwise.plan.ir.axis`; others are left out."""
     joined, slides = _union_dims(graph, rules), list[tuple[ValueDim, str]]()
-    for op in graph.operators:
-        rule = rules[op.name]
-        if rule is not None and record_of(op).windows is not None and (first := rule.inputs[0]):
+    for op, rule in ruled_operators(graph, rules):
+        if record_of(op).windows is not None and (first := rule.inputs[0]):
             image = len(first) - 2  # behind samples and channels
             for dim, label in enumerate(first):
                 if label in rule.kernels and dim >= 2 and image <= len(POSITIONS):
@@ -116,7 +112,7 @@ def image_channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[
     """Return (value, dimension) that are image channels: of inputs and outputs of convolutions, and all joined with them. Windows that only
     pad (labels of a text) have none."""
     joined = _union_dims(graph, rules)
-    slide = [op for op in graph.operators if rules[op.name] is not None and record_of(op).kind == CostKind.CONVOLUTION]
+    slide = [op for op, _ in ruled_operators(graph, rules) if record_of(op).kind == CostKind.CONVOLUTION]
     roots = {joined.root((value, 1)) for op in slide for value in (op.inputs[0], op.outputs[0])}
     return frozenset(place for place in joined.parent if joined.root(place) in roots)
 
@@ -124,22 +120,19 @@ def image_channels(graph: Graph, rules: Mapping[str, Rule | None]) -> frozenset[
 def _union_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> UnionFind[ValueDim]:
     """Return the union-find of dimensions that share a label in some operator."""
     joined = UnionFind[ValueDim]()
-    for op in graph.operators:
-        rule = rules[op.name]
-        for places in dims_by_label(op, rule).values() if rule is not None else ():
+    for op, rule in ruled_operators(graph, rules):
+        for places in dims_by_label(op, rule).values():
             joined.union(places)
     return joined
 
 
-def num_units_by_dim(graph: Graph, rules: Mapping[str, Rule | None], *, products: bool) -> dict[ValueDim, int]:
+@cached_on_graph
+def num_units_by_dim(graph: Graph, products: bool) -> dict[ValueDim, int]:
     """Return, by (value, dimension), the number of units into which it can be sharded consistently in all operators that share it: features
     of 8 heads of 64 have 8 units, in any shape. With `products` only operators that multiply count, where there are any: what is between
     them (three parts in a row) is rather gathered. Windows that slide do not join."""
     joined, said = UnionFind[ValueDim](), []
-    for op in graph.operators:
-        rule = rules[op.name]
-        if rule is None:
-            continue
+    for op, rule in ruled_operators(graph, graph.rules):
         multiplies = products and operator_flops(op, graph.tensors) > 0
         for label, places in dims_by_label(op, rule).items():
             if rule.kernels.get(label) != HALO:
@@ -158,6 +151,13 @@ def common_divisors(union: UnionFind[T], statements: Iterable[tuple[T, bool, int
         top, divisors = union.root(element), strong if has_precedence else weak
         divisors[top] = gcd(divisors.get(top, 0), number)
     return {element: strong.get(top) or weak[top] for element in union.parent if (top := union.root(element)) in strong or top in weak}
+
+
+def ruled_operators(graph: Graph, rules: Mapping[str, Rule | None]) -> Iterator[tuple[Operator, Rule]]:
+    """Yield the operators that have a rule, with it."""
+    for op in graph.operators:
+        if (rule := rules[op.name]) is not None:
+            yield op, rule
 
 
 def labeled_tensors(op: Operator, rule: Rule) -> Iterator[tuple[str, Labels]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardwise.model.dims.expert_rows import expert_row_dims
-from shardwise.model.dims.labels import dims_with_label, labeled_tensors
+from shardwise.model.dims.labels import dims_with_label, labeled_tensors, ruled_operators
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.work import operator_flops, values_following_batch
 from shardwise.ops import Rule, is_random, record_of
@@ -110,9 +110,8 @@ def can_use_ring_attention(rules: Mapping[str, Rule | None]) -> bool:
 def head_dims(graph: Graph, rules: Mapping[str, Rule | None]) -> set[ValueDim]:
     """Return dimensions that are heads of attention, of its inputs and outputs."""
     places = set[ValueDim]()
-    for op in graph.operators:
-        rule = rules[op.name]
-        if rule is not None and (label := heads_label(rule)):
+    for op, rule in ruled_operators(graph, rules):
+        if label := heads_label(rule):
             places.update(dims_with_label(op, rule, label))
     return places
 
@@ -130,28 +129,22 @@ def reshaped_positions(op: Operator, graph: Graph, runs: Mapping[ValueDim, Posit
 def can_use_zigzag(graph: Graph, rules: Mapping[str, Rule | None], runs: Mapping[ValueDim, PositionRun]) -> bool:
     """Return whether ranks may and should have positions in zigzag order: attention is causal, no draw depends on positions, and no window
     slides over positions of floating-point values (others are read in full)."""
-    makers = graph.producer()
-    causal = {op.name: rules[op.name] for op in graph.operators if is_causally_masked(graph, makers, op)}
+    causal = {op.name: rules[op.name] for op in graph.operators if is_causally_masked(graph, op)}
     if any(is_random(op) for op in graph.operators) or not can_use_ring_attention(causal):
         return False
-    for op in graph.operators:
-        rule = rules[op.name]
-        slides = {x for x, kernel in rule.kernels.items() if kernel == HALO} if rule is not None else set()
-        if rule is None or not slides or not graph.tensors[op.outputs[0]].is_float:
-            continue
-        if any(label in slides and (value, dim) in runs for value, row in labeled_tensors(op, rule) for dim, label in enumerate(row)):
-            return False
-    return True
+    return not any(
+        rule.kernels.get(label) == HALO and graph.tensors[op.outputs[0]].is_float and (value, dim) in runs
+        for op, rule in ruled_operators(graph, rules)
+        for value, row in labeled_tensors(op, rule)
+        for dim, label in enumerate(row)
+    )
 
 
 def _seed_positions(graph: Graph, rules: Mapping[str, Rule | None], samples: Mapping[ValueDim, PositionRun]) -> Iterator[ValueDim]:
     """Yield dimensions that are evidently positions. `samples`: dimensions known to be samples."""
-    follows, makers = values_following_batch(graph), {value: op for op in graph.operators for value in op.outputs}
-    weights = {v.value for v in graph.parameters}
-    for op in graph.operators:
-        rule, record = rules[op.name], record_of(op)
-        if rule is None:
-            continue
+    follows, weights = values_following_batch(graph), {v.value for v in graph.parameters}
+    for op, rule in ruled_operators(graph, rules):
+        record = record_of(op)
         for value, row in labeled_tensors(op, rule):
             yield from ((value, dim) for dim, label in enumerate(row) if rule.kernels.get(label) in (QUERIES, KEYS))
         if record.over_steps:
@@ -161,19 +154,17 @@ def _seed_positions(graph: Graph, rules: Mapping[str, Rule | None], samples: Map
             of_samples = [dim for dim in dims if (op.inputs[1], dim) in samples] or [0]
             yield from ((op.inputs[1], dim) for dim in dims if dim not in of_samples)
         if record.output.is_probability and op.inputs[0] in follows:
-            yield from _score_positions(graph, rules, makers, weights, op)
+            yield from _score_positions(graph, rules, weights, op)
 
 
-def _score_positions(
-    graph: Graph, rules: Mapping[str, Rule | None], producers: Mapping[str, Operator], weights: set[str], op: Operator
-) -> Iterator[ValueDim]:
+def _score_positions(graph: Graph, rules: Mapping[str, Rule | None], weights: set[str], op: Operator) -> Iterator[ValueDim]:
     """Yield queries and keys of attention written out: the softmax is over a dimension of the second operand of a product without weights;
     dimensions of the first operand only are queries."""
     row = (rules[op.name] or Rule((), ())).inputs[0] or ()
     blocked = [dim for dim, label in enumerate(row) if not label and graph.tensors[op.inputs[0]].shape[dim] > 1]
     for dim in blocked:
         value, at = op.inputs[0], dim
-        while (maker := producers.get(value)) is not None:
+        while (maker := graph.producers.get(value)) is not None:
             rule = rules[maker.name]
             labels = None if rule is None else rule.outputs[maker.outputs.index(value)]
             if rule is None or labels is None or not labels[at]:
@@ -193,16 +184,16 @@ def _score_positions(
 LATER, EARLIER = "later", "earlier"
 
 
-def is_causally_masked(graph: Graph, producers: Mapping[str, Operator], op: Operator) -> bool:
-    """Return whether attention is causal, by its flag or by its mask. `makers`: by value, its producer."""
+def is_causally_masked(graph: Graph, op: Operator) -> bool:
+    """Return whether attention is causal, by its flag or by its mask."""
     mask = attention_mask_of(op)
-    return is_causal(op) or (mask is not None and _hidden_keys(graph, producers, mask, True) == {LATER})
+    return is_causal(op) or (mask is not None and _hidden_keys(graph, mask, True) == {LATER})
 
 
-def _hidden_keys(graph: Graph, producers: Mapping[str, Operator], value: str, holds: bool) -> set[str]:
+def _hidden_keys(graph: Graph, value: str, holds: bool) -> set[str]:
     """Return which keys a mask [..., queries, keys] hides by position (`LATER`, `EARLIER`); `holds`: the value of the mask at visible
     keys."""
-    op = producers.get(value)
+    op = graph.producers.get(value)
     if op is None or not op.inputs:
         return set()
     predicate = record_of(op).output.mask
@@ -212,29 +203,29 @@ def _hidden_keys(graph: Graph, producers: Mapping[str, Operator], value: str, ho
             (first, second, predicate == MaskPredicate.LESS),
             (second, first, predicate == MaskPredicate.GREATER),
         ):
-            if _is_positions_along(graph, producers, keys, -1) and _is_positions_along(graph, producers, queries, -2):
+            if _is_positions_along(graph, keys, -1) and _is_positions_along(graph, queries, -2):
                 return {LATER if at_most == holds else EARLIER}
         return set()
     if predicate == MaskPredicate.AND:
-        return {hidden for v in op.inputs if holds for hidden in _hidden_keys(graph, producers, v, True)}
+        return {hidden for v in op.inputs if holds for hidden in _hidden_keys(graph, v, True)}
     if predicate == MaskPredicate.MASKED_FILL:  # fills scores where the second operand is true
-        return _hidden_keys(graph, producers, op.inputs[0], holds) | _hidden_keys(graph, producers, op.inputs[1], not holds)
+        return _hidden_keys(graph, op.inputs[0], holds) | _hidden_keys(graph, op.inputs[1], not holds)
     if predicate == MaskPredicate.LOWER_TRIANGLE:
         return {LATER} if holds else {EARLIER}
-    return _hidden_keys(graph, producers, op.inputs[0], holds != (predicate == MaskPredicate.NOT)) if len(op.inputs) == 1 else set()
+    return _hidden_keys(graph, op.inputs[0], holds != (predicate == MaskPredicate.NOT)) if len(op.inputs) == 1 else set()
 
 
-def _is_positions_along(graph: Graph, producers: Mapping[str, Operator], value: str, dim: int) -> bool:
+def _is_positions_along(graph: Graph, value: str, dim: int) -> bool:
     """Return whether a value is positions along one of the last two dimensions."""
     shape = graph.tensors[value].shape
     other = -3 - dim
     alone = len(shape) >= -dim and shape[dim] > 1 and (len(shape) < -other or shape[other] == 1)
-    return alone and _is_counting(producers, value)
+    return alone and _is_counting(graph, value)
 
 
-def _is_counting(producers: Mapping[str, Operator], value: str) -> bool:
+def _is_counting(graph: Graph, value: str) -> bool:
     """Return whether a value is computed from consecutive numbers only."""
-    op = producers.get(value)
+    op = graph.producers.get(value)
     return op is not None and (
-        record_of(op).output.mask == MaskPredicate.ARANGE or (bool(op.inputs) and all(_is_counting(producers, v) for v in op.inputs))
+        record_of(op).output.mask == MaskPredicate.ARANGE or (bool(op.inputs) and all(_is_counting(graph, v) for v in op.inputs))
     )

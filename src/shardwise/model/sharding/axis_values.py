@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.model.dims.expert_rows import expert_row_dims, replicated_expert_rows
-from shardwise.model.dims.fused_dims import FusedDimensions
-from shardwise.model.dims.labels import image_channels, image_positions
+from shardwise.model.dims.fused_dims import FusedDimensions, find_fused_dims
+from shardwise.model.dims.labels import image_channels, image_positions, num_units_by_dim
 from shardwise.model.dims.sequence_dims import PositionRun, can_use_zigzag, find_sequence_dims, head_dims
-from shardwise.model.gradients import values_needing_gradient
+from shardwise.model.gradients import differentiable_values, values_needing_gradient
 from shardwise.model.graph import Graph, buffers_written_in_place, written_buffers
 from shardwise.model.sharding.sharding import Prices, transfer_s
-from shardwise.model.work import differentiable_values, values_following_batch
+from shardwise.model.work import values_following_batch
 from shardwise.plan.ir.axis import ULYSSES, axis_of
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.placement import (
@@ -79,16 +79,15 @@ class AxisValues:
             other_axes.nested_shards,
             other_axes.has_later_axes,
         )
-        self.grads = values_needing_gradient(graph)
-        self.state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
+        self.grads, self.state = values_needing_gradient(graph), graph.state
         self.written_in_place = buffers_written_in_place(graph)
         # Statistics are written by the operator that reads them: a redistribution is a copy, in which the write would be lost.
         self.statistics_buffers = written_buffers(graph) - self.written_in_place
         self.axis_record = axis_of(axis)
         self.cuts_weights, self.cuts_positions = self.axis_record.shards_weights, self.axis_record.shards_positions  # read often
-        # Where shards are sharded again, dimensions have no runs.
-        self.fused_dims = graph.fused_dims if self.cuts_weights and not other_axes.has_resharding_axis else FusedDimensions(graph.rules)
-        self.rules = self.fused_dims.rules
+        has_runs = self.cuts_weights and not other_axes.has_resharding_axis  # where shards are sharded again, dimensions have no runs
+        self.fused_dims = find_fused_dims(graph) if has_runs else FusedDimensions(graph.rules)
+        self.rules, self.num_units = self.fused_dims.rules, num_units_by_dim(graph, self.cuts_weights)
         self.expert_rows = expert_row_dims(graph, self.rules)
         self.replicated_expert_rows = replicated_expert_rows(graph, self.rules, self.expert_rows)
         self._redistribute_cache: dict[tuple[str, Placement, Placement], float] = {}
@@ -129,7 +128,7 @@ class AxisValues:
     def _unit_size(self, value: str, dim: int) -> int:
         """Return the entries of an indivisible unit; 1 where equal shards respect units, and where there are fewer units than ranks."""
         length = self.graph.tensors[value].shape[dim]
-        return self._unit_size_of(length, self.graph.num_units_by_dim[self.cuts_weights].get((value, dim), length))
+        return self._unit_size_of(length, self.num_units.get((value, dim), length))
 
     def _unit_size_of(self, length: int, count: int) -> int:
         return 1 if count % self.n == 0 or count < self.n or length % count else length // count
@@ -270,13 +269,9 @@ class AxisValues:
                 if self.axis_record.shards_sequences:
                     return (R, *(self.shard(value, d) for d in range(len(v.tensor.shape)) if self.can_shard(value, d)))
                 if self.cuts_positions:
-                    shape = range(len(v.tensor.shape))
-                    dims = (
-                        d
-                        for d in shape
-                        if self.axis_record.shards & self.image_positions.get((value, d), frozenset()) and self.can_shard(value, d)
-                    )
-                    return (R, *(self.shard(value, d) for d in dims))  # a rank reads its shard from its input
+                    shards, positions = self.axis_record.shards, self.image_positions
+                    dims = (d for d in range(len(v.tensor.shape)) if shards & positions.get((value, d), frozenset()))
+                    return (R, *(self.shard(value, d) for d in dims if self.can_shard(value, d)))  # a rank reads its shard from its input
                 is_sharded = (
                     v.batched and self.axis_record.shards_samples and (not self.axis_record.owns_operators or self.can_shard(value, 0))
                 )

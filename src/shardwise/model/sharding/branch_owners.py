@@ -17,7 +17,7 @@ from shardwise.errors import LayoutError
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
 from shardwise.model.sharding.sharding import BranchOwners
-from shardwise.model.stages.branches import BranchRegion, balance_branches
+from shardwise.model.stages.branches import BranchRegion, balance_branches, find_regions
 from shardwise.plan.ir.placement import Placement, R, Shard, SingleOwner, is_shard
 
 
@@ -39,7 +39,7 @@ def assign_owners(problem: AxisProblem, chosen: Mapping[str, OperatorStrategy], 
         LayoutError: the graph has no usable region; a plan's owners of one branch differ.
     """
     graph, n = problem.graph, problem.n
-    candidates = [_RegionCandidate.of(problem, chosen, region) for region in graph.regions]
+    candidates = [_RegionCandidate.of(problem, chosen, region) for region in find_regions(graph)]
     valid = [c for c in candidates if not c.reason]
     if not valid:
         reasons = "; ".join(dict.fromkeys(c.reason for c in candidates[:3]))

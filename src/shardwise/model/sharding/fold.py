@@ -16,7 +16,8 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.model.graph import Arg, Graph, Operator, Ref, Variable
+from shardwise.model.dataflow import cached_on_graph
+from shardwise.model.graph import Arg, Graph, Operator, Ref, Variable, rename_inputs
 from shardwise.model.sharding.propagate import propagate as propagate_whole
 from shardwise.model.sharding.sharding import Prices, Redistribution, Sharding, Shards
 from shardwise.plan.ir.axis import axis_of
@@ -132,6 +133,7 @@ class LayerFold:
         )
 
 
+@cached_on_graph
 def fold_layers(graph: Graph) -> LayerFold | None:
     """Return the graph with its repeated layers once; None where nothing repeats often enough.
 
@@ -156,7 +158,8 @@ def _build_fold(graph: Graph, runs: tuple[LayerRun, ...]) -> LayerFold | None:
         if run is None:
             new_index[i] = len(retained)
             index.append(len(retained))
-            retained.append(_rename_inputs(op, rename) if rename else op)
+            reads_renamed = not rename.keys().isdisjoint(op.inputs)
+            retained.append(rename_inputs(op, lambda value: rename.get(value, value)) if reads_renamed else op)
             continue
         second = run.start + (run.num_leading - 1) * run.period + (i - run.start) % run.period
         index.append(new_index[second])
@@ -174,15 +177,7 @@ def _build_fold(graph: Graph, runs: tuple[LayerRun, ...]) -> LayerFold | None:
     def variables_of(group: tuple[Variable, ...]) -> tuple[Variable, ...]:
         return tuple(v for v in group if v.value in used or v.value not in read)
 
-    small = replace(
-        graph,
-        parameters=variables_of(graph.parameters),
-        buffers=variables_of(graph.buffers),
-        inputs=variables_of(graph.inputs),
-        constants=variables_of(graph.constants),
-        operators=tuple(retained),
-        tensors={},
-    )
+    small = graph.replace_variables(variables_of, operators=tuple(retained), tensors={})
     names = {v.value for v in small.variables} | {u for op in retained for u in op.outputs}
     small = replace(small, tensors={u: t for u, t in graph.tensors.items() if u in names})
     if any(value[u] not in small.tensors for u in graph.tensors):
@@ -203,7 +198,7 @@ def propagate_with_folding(
     """Return the sharding as `propagate_with_folding.propagate` does, on folded layers where that extends to the full graph."""
     unfolded = partial(propagate_whole, prices=prices, sequence=sequence, samples=samples, attention=attention)
     owns = any(axis_of(axis).owns_operators for axis, n in sizes.items() if n > 1)  # branches are balanced over all layers
-    folded = None if owns else graph.fold
+    folded = None if owns else fold_layers(graph)
     while folded is not None:
         try:
             shards_of_small = _small_shards(graph, folded, shards)
@@ -212,7 +207,7 @@ def propagate_with_folding(
         expanded = folded.expand(unfolded(folded.small, sizes, shards_of_small))
         if expanded is not None:
             return expanded
-        folded = folded.with_longer_lead if folded is graph.fold else None
+        folded = folded.with_longer_lead if folded is fold_layers(graph) else None
     return unfolded(graph, sizes, shards)
 
 
@@ -350,18 +345,6 @@ def _matching_layers(graph: Graph, start: int, period: int, count: int) -> Layer
 
 def _output_index(op: Operator, value: str) -> int:
     return op.outputs.index(value)
-
-
-def _rename_inputs(op: Operator, names: Mapping[str, str]) -> Operator:
-    if not any(value in names for value in op.inputs):
-        return op
-
-    def arg(a: Arg) -> Arg:
-        if isinstance(a, Ref):
-            return Ref(names.get(a.value, a.value))
-        return tuple(arg(item) for item in a) if isinstance(a, tuple) else a
-
-    return replace(op, args=tuple(arg(a) for a in op.args), kwargs=tuple((k, arg(a)) for k, a in op.kwargs))
 
 
 def operator_classes(graph: Graph) -> list[int]:

@@ -17,7 +17,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -25,7 +25,7 @@ from shardwise.errors import LayoutError
 from shardwise.model.dims.labels import expert_weights
 from shardwise.model.dims.sequence_dims import can_use_ring_attention
 from shardwise.model.gradients import values_on_backward_path
-from shardwise.model.graph import Graph, buffers_written_in_place, writes_buffer
+from shardwise.model.graph import Graph, Operator, buffers_written_in_place, writes_buffer
 from shardwise.model.sharding.axis_nesting import already_sharded_error, heads_sharded_by_sequence, nested_dims, reserve_for_later_axes
 from shardwise.model.sharding.axis_problem import AxisProblem, OperatorStrategy
 from shardwise.model.sharding.axis_search import solve_axis
@@ -113,8 +113,8 @@ def propagate(
 def _solve_first_axis(problem: AxisProblem) -> tuple[dict[str, OperatorStrategy], dict[str, Placement]]:
     """Return the solution of an axis before all others, to which it leaves nothing: independent of them, so cached per graph."""
     fixed = None if problem.planned_dims is None else tuple(problem.planned_dims.items())
-    key = (problem.axis, problem.n, problem.prices, fixed, problem.attention, problem.sequence, problem.samples)
-    solved: dict[object, tuple[dict[str, OperatorStrategy], dict[str, Placement]]] = problem.graph.first_axis_solutions
+    key = ("first axis", problem.axis, problem.n, problem.prices, fixed, problem.attention, problem.sequence, problem.samples)
+    solved: dict[Hashable, tuple[dict[str, OperatorStrategy], dict[str, Placement]]] = problem.graph.analyses
     if key not in solved:
         solved[key] = solve_axis(problem)
     return solved[key]
@@ -218,19 +218,22 @@ class _ShardingBuilder:
         for value, by_axis in self.placements.items():
             if is_disjoint_shard(form := by_axis[axis]):
                 self.taken_dims.setdefault(value, set()).add(form.dim)
-        for op in graph.operators:
-            for value, by in zip(op.inputs, self.input_placements[op.name], strict=True):
-                if is_disjoint_shard(needed := by[axis]):
-                    self.taken_dims.setdefault(value, set()).add(needed.dim)
+        for _, value, row in self._reads():
+            if is_disjoint_shard(needed := row[axis]):
+                self.taken_dims.setdefault(value, set()).add(needed.dim)
+
+    def _reads(self) -> Iterator[tuple[Operator, str, dict[str, Placement | None]]]:
+        """Yield (operator, value, placements) of everything that operators read."""
+        for op in self.graph.operators:
+            yield from ((op, value, row) for value, row in zip(op.inputs, self.input_placements[op.name], strict=True))
 
     def _mark_reduced_once(self, problem: AxisProblem) -> None:
         """Mark variables all of whose readers return partial gradients: these are reduced once a step."""
         axis = problem.axis
         uses: dict[str, list[Placement | None]] = {}
-        for op in self.graph.operators:
-            for value, row in zip(op.inputs, self.input_placements[op.name], strict=True):
-                uses.setdefault(value, []).append(row[axis])
-        _align_reads(self.graph, problem, uses, self.input_placements)
+        for _, value, row in self._reads():
+            uses.setdefault(value, []).append(row[axis])
+        self._align_reads(problem, uses)
         for v in (*self.graph.parameters, *self.graph.inputs):
             wanted = {form for form in uses.get(v.value, ()) if form is not None}
             is_partial = wanted == {D} or (problem.axis_record.always_shards and wanted and all(map(has_partial_gradient, wanted)))
@@ -248,29 +251,37 @@ class _ShardingBuilder:
         shards of values that leave a region."""
         axis = problem.axis
         available = {value: [self.placements[value][axis]] for value in self.graph.tensors if axis in self.placements[value]}
-        producers = self.graph.producer() if exit_shards else {}
+
+        def redistribute(value: str, op: Operator, source: Placement, target: Placement) -> None:
+            forward, backward = redistribution_collectives(source, target)
+            backward = backward if value in problem.grads else ""
+            self.redistributions.append(Redistribution(value, op.name, axis, source, target, forward, backward))
+            available[value].append(target)
+
         for value, form in exit_shards.items():
-            forward, backward = redistribution_collectives(available[value][0], form)
-            move = Redistribution(
-                value, producers[value].name, axis, available[value][0], form, forward, backward if value in problem.grads else ""
-            )
-            self.redistributions.append(move)
-            available[value].append(form)
-        for op in self.graph.operators:
-            for value, row in zip(op.inputs, self.input_placements[op.name], strict=True):
-                needed = row[axis]
-                if needed is None or needed in available[value]:
-                    continue
-                source = cheapest_source(problem, value, available[value], needed)
-                forward, backward = redistribution_collectives(source, needed)
-                self.redistributions.append(
-                    Redistribution(value, op.name, axis, source, needed, forward, backward if value in problem.grads else "")
-                )
-                available[value].append(needed)
+            redistribute(value, self.graph.producers[value], available[value][0], form)
+        for op, value, row in self._reads():
+            if (needed := row[axis]) is not None and needed not in available[value]:
+                redistribute(value, op, cheapest_source(problem, value, available[value], needed), needed)
+
+    def _align_reads(self, problem: AxisProblem, uses: dict[str, list[Placement | None]]) -> None:
+        """Let all read a parameter as D where some do, and others, which return no gradient, read it replicated.
+
+        So an average of weights, which reads the trained ones, does not prevent reducing their gradients once a step.
+        """
+        graph, axis, grads = self.graph, problem.axis, problem.grads
+        read_both_ways = {v.value for v in graph.parameters if v.value in grads and {R, D} <= set(uses.get(v.value, ()))}
+        if not read_both_ways:
+            return
+        reached = values_on_backward_path(graph, grads)
+        for op, value, row in self._reads():
+            if value in read_both_ways and row[axis] is R and not any(v in reached and v in grads for v in op.outputs):
+                row[axis] = D
+        for value in read_both_ways:
+            uses[value] = [row[axis] for _, v, row in self._reads() if v == value]
 
     def build(self, sizes: Mapping[str, int], attention: str) -> Sharding:
         graph = self.graph
-        state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
         return Sharding(
             {a: n for a, n in sizes.items() if n > 1},
             self.labels,
@@ -278,32 +289,11 @@ class _ShardingBuilder:
             {name: tuple(rows) for name, rows in self.input_placements.items()},
             {value: tuple(axes) for value, axes in self.gradient_axes.items()},
             tuple(self.redistributions),
-            tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, state)),
+            tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, graph.state)),
             self.shards,
             self.regions,
             attention,
         )
-
-
-def _align_reads(
-    graph: Graph, problem: AxisProblem, uses: dict[str, list[Placement | None]], needs: Mapping[str, list[dict[str, Placement | None]]]
-) -> None:
-    """Let all read a parameter as D where some do, and others, which return no gradient, read it replicated.
-
-    So an average of weights, which reads the trained ones, does not prevent reducing their gradients once a step.
-    """
-    axis = problem.axis
-    read_both_ways = {v.value for v in graph.parameters if v.value in problem.grads and {R, D} <= set(uses.get(v.value, ()))}
-    if not read_both_ways:
-        return
-    reached = values_on_backward_path(graph, problem.grads)
-    for op in graph.operators:
-        if read_both_ways.intersection(op.inputs) and not any(v in reached and v in problem.grads for v in op.outputs):
-            for value, row in zip(op.inputs, needs[op.name], strict=True):
-                if value in read_both_ways and row[axis] is R:
-                    row[axis] = D
-    for value in read_both_ways:
-        uses[value] = [row[axis] for op in graph.operators for v, row in zip(op.inputs, needs[op.name], strict=True) if v == value]
 
 
 def cheapest_source(problem: AxisProblem, value: str, sources: Iterable[Placement], target: Placement) -> Placement:

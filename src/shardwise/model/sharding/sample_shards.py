@@ -1,6 +1,6 @@
 """Resize a sharding to another number of samples, or to unequal shares of replicas: only lengths of sample shards change.
 
-Decisions do not depend on the number of samples: dimensions that follow the samples hold whole units of them (`Graph.num_units_by_dim`),
+Decisions do not depend on the number of samples: dimensions that follow the samples hold whole units of them (`num_units_by_dim`),
 and every replica gets the same units of each. Not modeled: samples that another axis shards again, and users' autograd functions, which are
 checked on equal shards.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardwise.errors import Infeasible
+from shardwise.model.dims.labels import num_units_by_dim
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.plan.ir.axis import axis_of
@@ -26,7 +27,7 @@ def resize_sample_shards(sharding: Sharding, graph: Graph, shares: AxisShares) -
         Infeasible: a replica without a sample; unequal shards of values that cannot have them.
     """
     axes = sharding.sample_axes
-    counts = graph.num_units_by_dim[False]
+    counts = num_units_by_dim(graph, False)
 
     def piece(value: str, axis: str, form: Placement) -> Placement:
         shape = graph.tensors[value].shape if value in graph.tensors else ()

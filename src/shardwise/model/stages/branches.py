@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.model.dataflow import cached_on_graph, propagate_forward, reachable_elements
 from shardwise.model.graph import Graph, writes_buffer
+from shardwise.model.stages.stages import batch_only_operators
 from shardwise.model.union_find import UnionFind
-from shardwise.model.work import operator_flops, reachable_values
+from shardwise.model.work import operator_flops
 
 MAX_EXACT_ASSIGNMENTS = 1 << 14  # assignments of branches to ranks that are all tried
 
@@ -45,10 +47,8 @@ class _DataFlow:
 
     def __init__(self, graph: Graph) -> None:
         operators, place = graph.operators, graph.producer_index
-        follows = reachable_values(graph, {v.value for v in graph.inputs})
-        self.nodes = [
-            i for i, op in enumerate(operators) if op.name not in graph.batch_only_operators and any(v in follows for v in op.inputs)
-        ]
+        follows, free = propagate_forward(operators, {v.value for v in graph.inputs}), batch_only_operators(graph)
+        self.nodes = [i for i, op in enumerate(operators) if op.name not in free and not follows.isdisjoint(op.inputs)]
         inside = set(self.nodes)
         self.source, self.sink = -1, len(operators)
         self.predecessors: dict[int, list[int]] = {
@@ -82,13 +82,12 @@ class _DataFlow:
                         first = nearest[first]
             nearest[i], depth[i] = first, depth[first] + 1
             if other_neighbors:
-                between, todo = set[int](), list(neighbors[i])
-                while todo:
-                    at = todo.pop()
-                    if at != first and at not in between:
-                        between.add(at)
-                        todo += neighbors[at]
-                yield sorted(between - {self.source, self.sink})
+
+                def beyond(at: int, end: int = first) -> Sequence[int]:
+                    return neighbors[at] if at != end else ()
+
+                between = reachable_elements(neighbors[i], beyond)
+                yield sorted(between - {first, self.source, self.sink})
 
     def branches(self, between: Sequence[int]) -> list[set[int]]:
         """Return the connected sets of operators once those that join or split them are removed."""
@@ -120,6 +119,7 @@ class _DataFlow:
         return {i: joined.root(i) for i in remaining}
 
 
+@cached_on_graph
 def find_regions(graph: Graph) -> tuple[BranchRegion, ...]:
     """Return every region of the graph, larger ones first."""
     flow = _DataFlow(graph)
@@ -136,8 +136,7 @@ def find_regions(graph: Graph) -> tuple[BranchRegion, ...]:
 
 def _writes_buffer_between(graph: Graph, region: BranchRegion) -> bool:
     """Return whether a buffer that is read is written in place between its first operator and its last; then order matters."""
-    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    numbers = region.operators
+    state, numbers = graph.state, region.operators
     between = graph.operators[min(numbers) : max(numbers) + 1]
     written = {op.inputs[0] for op in between if writes_buffer(op, state)}
     return any(written.intersection(op.inputs) and not writes_buffer(op, state) for op in between) or any(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
+from shardwise.model.dataflow import reachable_elements
 from shardwise.model.graph import Graph
 from shardwise.ops import Op, record_of_target
 from shardwise.ops.attention import has_score_dropout
@@ -61,39 +62,29 @@ class CoreAttention(Generic[T]):
         makers, readers = self._nearest_products(softmax, self.producers), self._nearest_products(softmax, self.consumers)
         if not makers or not readers:
             return set()
-        part = self.layer_run(softmax)
-        return self._closure(makers, self.consumers, part) & self._closure(readers, self.producers, part)
+        after_makers = reachable_elements(makers, self._within_layer(softmax, self.consumers))
+        before_readers = reachable_elements(readers, self._within_layer(softmax, self.producers))
+        return after_makers & before_readers
 
     def _nearest_products(self, start: T, step: Callable[[T], Iterable[T]]) -> set[T]:
         """Return the nearest products of `start`'s layer in one direction; nothing where a product with a weight comes first."""
-        nearest: set[T] = set()
-        visited: set[T] = set()
-        todo = [start]
-        while todo:
-            for op in step(todo.pop()):
-                if op in visited or self.layer_run(op) != self.layer_run(start):
-                    continue
-                visited.add(op)
-                product = self._record(op).product.kind
-                if product == MatmulKind.BATCHED:
-                    nearest.add(op)
-                elif product not in (MatmulKind.LINEAR, MatmulKind.WEIGHT):
-                    todo.append(op)
-        return nearest
+        neighbors = self._within_layer(start, step)
 
-    def _closure(self, start: set[T], step: Callable[[T], Iterable[T]], part: object) -> set[T]:
-        visited, todo = set(start), list(start)
-        while todo:
-            for op in step(todo.pop()):
-                if op not in visited and self.layer_run(op) == part:
-                    visited.add(op)
-                    todo.append(op)
-        return visited
+        def beyond(op: T) -> list[T]:
+            is_product = self._record(op).product.kind in (MatmulKind.BATCHED, MatmulKind.LINEAR, MatmulKind.WEIGHT)
+            return [] if is_product else neighbors(op)
+
+        return {op for op in reachable_elements([start], beyond) if self._record(op).product.kind == MatmulKind.BATCHED}
+
+    def _within_layer(self, start: T, step: Callable[[T], Iterable[T]]) -> Callable[[T], list[T]]:
+        """Return `step` to operators of the layer of `start` only."""
+        layer = self.layer_run(start)
+        return lambda op: [other for other in step(op) if self.layer_run(other) == layer]
 
 
 def core_attention_numbers(graph: Graph, blocks: Sequence[str]) -> tuple[int, ...]:
     """Return, by operator of a graph, the number of its core, -1 for none. `blocks`: the block of each operator."""
-    runs, writers = [0] * len(blocks), {value: i for i, op in enumerate(graph.operators) for value in op.outputs}
+    runs, writers = [0] * len(blocks), graph.producer_index
     for i in range(1, len(blocks)):
         runs[i] = runs[i - 1] + (blocks[i] != blocks[i - 1])
     makers = [tuple(dict.fromkeys(writers[v] for v in op.inputs if v in writers)) for op in graph.operators]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.errors import Infeasible, LayoutError
-from shardwise.model.gradients import differentiable_inputs
-from shardwise.model.graph import Graph, Operator, writes_buffer, written_buffers
-from shardwise.model.work import reachable_values
+from shardwise.model.dataflow import cached_on_graph, propagate_forward, reachable_elements
+from shardwise.model.dims.expert_rows import expert_rows
+from shardwise.model.gradients import values_depending_on
+from shardwise.model.graph import Graph, Operator, buffers_written_in_place, writes_buffer, written_buffers
 from shardwise.ops import is_random, record_of
 
 
@@ -39,25 +40,19 @@ class Stage:
     results: tuple[str, ...]  # the loss or the outputs that this stage computes
 
 
-def batch_only_operators(graph: Graph) -> set[str]:
+@cached_on_graph
+def batch_only_operators(graph: Graph) -> frozenset[str]:
     """Return names of operators that depend on the batch and constants only: no parameter, nothing random, nothing written."""
-    state = {v.value: v for v in (*graph.parameters, *graph.buffers)}
-    stateful = {v.value for v in graph.parameters}
-    written = {value for op in graph.operators for value in op.inputs[:1] if writes_buffer(op, state)}
-    written |= {value for op in graph.operators if record_of(op).statistics.positions for value in op.inputs if value in state}
-    stateful |= written
-    names = set()
-    for op in graph.operators:
-        if any(value in stateful for value in op.inputs) or is_random(op) or writes_buffer(op, state):
-            stateful.update(op.outputs)
-        else:
-            names.add(op.name)
-    return names
+    varying = {value for op in graph.operators if is_random(op) or writes_buffer(op, graph.state) for value in op.outputs}
+    varying |= {v.value for v in graph.parameters} | buffers_written_in_place(graph)
+    varying |= {value for op in graph.operators if record_of(op).statistics.positions for value in op.inputs if value in graph.state}
+    varying = propagate_forward(graph.operators, varying)
+    return frozenset(op.name for op in graph.operators if varying.isdisjoint(op.outputs))
 
 
 def stage_cuts(graph: Graph) -> tuple[StageCut, ...]:
     """Return every site where a stage may begin, in order, with the values sent there (global bytes of one microbatch)."""
-    free = graph.batch_only_operators
+    free = batch_only_operators(graph)
     last: dict[str, int] = {}
     for i, op in enumerate(graph.operators):
         if op.name not in free:
@@ -65,7 +60,7 @@ def stage_cuts(graph: Graph) -> tuple[StageCut, ...]:
                 last[value] = i
     for value in (graph.loss, *graph.outputs):
         last[value] = len(graph.operators)
-    fixed = graph.indivisible_operators
+    fixed = indivisible_operators(graph)
     cuts_here = []
     live: dict[str, None] = {}
     for i, op in enumerate(graph.operators):
@@ -80,11 +75,12 @@ def stage_cuts(graph: Graph) -> tuple[StageCut, ...]:
     return tuple(cuts_here)
 
 
+@cached_on_graph
 def indivisible_operators(graph: Graph) -> set[int]:
     """Return operators before which no stage can begin: those between two uses of a buffer that is written while the model runs, and those
     between rows of experts and their readers (messages have static lengths, and these rows are data-dependent)."""
     indivisible: set[int] = set()
-    for value in {value for value, _ in graph.expert_rows}:
+    for value in {value for value, _ in expert_rows(graph)}:
         indivisible.update(range(graph.producer_index[value] + 1, graph.last_reader_index.get(value, 0) + 1))
     written = written_buffers(graph)
     uses: dict[str, list[int]] = {}
@@ -99,11 +95,8 @@ def indivisible_operators(graph: Graph) -> set[int]:
 
 def check_trains(graph: Graph) -> None:
     """Raise Infeasible where no trainable parameter leads to the loss, or the model detaches what leads there."""
-
-    def reads(op: Operator) -> Sequence[str]:
-        return differentiable_inputs(op) if graph.tensors[op.outputs[0]].dtype.startswith(("float", "bfloat", "complex")) else ()
-
-    if not graph.outputs and graph.loss not in reachable_values(graph, {v.value for v in graph.parameters if v.trainable}, reads):
+    trainable = {v.value for v in graph.parameters if v.trainable}
+    if not graph.outputs and graph.loss not in values_depending_on(graph, trainable):
         raise Infeasible(
             "no parameter leads to the model's loss, so there is nothing to train; give the model a parameter that requires_grad, "
             "and a loss that is not detached"
@@ -158,7 +151,7 @@ def _stage_starts(graph: Graph, sites: Sequence[str]) -> list[int]:
             )
         if order[site] <= starts[-1]:
             raise LayoutError(f"the plan's stage at {site!r} begins before or with the one before it; list stages in the model's order")
-        if order[site] in graph.indivisible_operators:
+        if order[site] in indivisible_operators(graph):
             raise LayoutError(
                 f"no stage can begin at {site!r}: a buffer that the model writes, or rows of experts, are used before and after it; "
                 "move the cut"
@@ -172,7 +165,7 @@ def _assign_operators(graph: Graph, starts: Sequence[int]) -> tuple[list[list[in
     stage_of: dict[str, int] = {}
     stage_operators: list[list[int]] = []
     for s, (start, end) in enumerate(pairwise([*starts, len(graph.operators)])):
-        stage_operators.append([i for i in range(start, end) if graph.operators[i].name not in graph.batch_only_operators])
+        stage_operators.append([i for i in range(start, end) if graph.operators[i].name not in batch_only_operators(graph)])
         stage_of.update((value, s) for i in stage_operators[s] for value in graph.operators[i].outputs)
         if not stage_operators[s]:
             raise Infeasible(f"stage {s} of {len(starts)} has no operator; use fewer stages")
@@ -181,27 +174,26 @@ def _assign_operators(graph: Graph, starts: Sequence[int]) -> tuple[list[list[in
 
 def _stage_reads(
     graph: Graph, stage_operators: Sequence[Sequence[int]], batch_only_results: Sequence[str]
-) -> tuple[list[set[int]], list[dict[str, None]]]:
+) -> tuple[list[set[int]], list[set[str]]]:
     """Return by stage the batch-only operators that it needs, and the values that it reads.
 
-    Batch-only values are computed wherever they are read (and on the last stage, where they are results: `made_last`).
+    Batch-only values are computed wherever they are read (and on the last stage, where they are results: `batch_only_results`).
     """
-    place = graph.producer_index
-    needed: list[set[int]] = [set() for _ in stage_operators]
-    reads: list[dict[str, None]] = [{} for _ in stage_operators]
-    for s, reads_of in enumerate(stage_operators):
-        todo = [v for i in reads_of for v in graph.operators[i].inputs]
-        if s == len(stage_operators) - 1:
-            todo += batch_only_results
-        while todo:
-            value = todo.pop()
-            if value in reads[s]:
-                continue
-            reads[s][value] = None
-            at = place.get(value)
-            if at is not None and at not in needed[s] and graph.operators[at].name in graph.batch_only_operators:
-                needed[s].add(at)
-                todo += graph.operators[at].inputs
+    place, free = graph.producer_index, batch_only_operators(graph)
+    needed, reads = [], []
+
+    def batch_only_producer(value: str) -> int | None:
+        at = place.get(value)
+        return at if at is not None and graph.operators[at].name in free else None
+
+    def inputs_of(value: str) -> Sequence[str]:
+        at = batch_only_producer(value)
+        return () if at is None else graph.operators[at].inputs
+
+    for s, numbers in enumerate(stage_operators):
+        start = {v for i in numbers for v in graph.operators[i].inputs}
+        reads.append(reachable_elements(start.union(batch_only_results if s == len(stage_operators) - 1 else ()), inputs_of))
+        needed.append({at for value in reads[s] if (at := batch_only_producer(value)) is not None})
     return needed, reads
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import Graph, Operator, Tensor
-from shardwise.model.work import differentiable_values, kind_of
+from shardwise.model.work import kind_of
 from shardwise.ops import record_of
 from shardwise.ops.attention import attention_mask_of, has_score_dropout
 from shardwise.ops.vocabulary import ViewKind

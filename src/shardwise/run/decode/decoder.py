@@ -294,7 +294,7 @@ def _check_causal(mask: str, captured: CapturedGraph) -> None:
 
 def _constant_value(value: str, graph: Graph, constants: Mapping[str, Tensor]) -> Tensor:
     """Evaluate a value of a graph that depends on constants only."""
-    producers, values, device = graph.producer(), dict(constants), torch.device("cpu")
+    producers, values, device = graph.producers, dict(constants), torch.device("cpu")
     pending, order = [value], []
     while pending:
         name = pending.pop()

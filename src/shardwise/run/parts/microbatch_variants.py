@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.errors import Infeasible
 from shardwise.lower.local import LocalStage, Lowering, lower
 from shardwise.model.batch.summable_loss import SummableLossGraph
+from shardwise.model.dims.expert_rows import expert_rows
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.sharding.sample_shards import AxisShares, resize_sample_shards
 from shardwise.model.sharding.sharding import Sharding
@@ -95,7 +96,7 @@ def check_divisible(sharding: Sharding, graph: Graph) -> None:
     for value, placements in (*stored, *operands):
         shape = graph.tensors[value].shape if value in graph.tensors else ()
         for axis, placement in placements.items():
-            if not is_shard(placement) or not shape or (value, placement.dim) in graph.expert_rows:
+            if not is_shard(placement) or not shape or (value, placement.dim) in expert_rows(graph):
                 continue
             if sum(placement.lengths) != shape[placement.dim] if placement.lengths else shape[placement.dim] % sharding.sizes[axis]:
                 raise Infeasible(

@@ -15,10 +15,9 @@ from torch import nn
 
 from shardwise.errors import UsageError
 from shardwise.lower.split_backward import delay_weight_gradients
-from shardwise.model.gradients import values_needing_gradient
+from shardwise.model.gradients import undifferentiable_inputs, values_needing_gradient
 from shardwise.model.graph import Graph
 from shardwise.model.stages.stages import Stage
-from shardwise.model.undifferentiable_inputs import undifferentiable_inputs
 from shardwise.model.work import operator_work, stage_work
 from shardwise.plan.ir.lending import concurrent_ranks, threads_per_rank
 from shardwise.plan.ir.placement import across_stages

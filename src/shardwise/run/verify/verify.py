@@ -34,8 +34,8 @@ from shardwise.capture.capture import Loss
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.lower.kernels.random_operators import SUPPORTED
 from shardwise.model.batch.additive import describe_couplings, local_statistics_couplings
+from shardwise.model.gradients import undifferentiable_inputs
 from shardwise.model.sharding.sharding import FREE_LINKS
-from shardwise.model.undifferentiable_inputs import undifferentiable_inputs
 from shardwise.ops import is_random
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH
 from shardwise.plan.ir.compression import Compression

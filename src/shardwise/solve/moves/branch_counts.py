@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.model.graph import Graph
-from shardwise.model.stages.branches import BranchRegion, balance_branches
+from shardwise.model.stages.branches import BranchRegion, balance_branches, find_regions
 from shardwise.model.work import operator_flops
 
 MIN_BRANCH_FRACTION = 0.5  # of the model's FLOPs are in branches, at least
@@ -26,7 +26,7 @@ def branch_rank_counts(graph: Graph, cluster: Cluster) -> tuple[int, ...]:
     flops = [operator_flops(op, graph.tensors) for op in graph.operators]
     outer: list[BranchRegion] = []
     covered: set[int] = set()
-    for region in graph.regions:
+    for region in find_regions(graph):
         if covered.isdisjoint(region.operators):
             outer.append(region)
             covered |= region.operators
