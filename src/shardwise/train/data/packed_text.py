@@ -40,7 +40,7 @@ class Packing:
 def pieces_of(ends: Numbers, sequence: int, truncates: bool) -> tuple[Numbers, Numbers]:
     """Split documents into pieces that fit into a sample, as (start, length); with `truncates` only the first piece of each.
 
-    >>> [x.tolist() for x in pieces_of(np.array([3, 8]), 2, cut=False)]
+    >>> [x.tolist() for x in pieces_of(np.array([3, 8]), 2, truncates=False)]
     [[0, 2, 3, 5, 7], [2, 1, 2, 2, 1]]
     """
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
