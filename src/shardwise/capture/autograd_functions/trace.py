@@ -19,6 +19,7 @@ from shardwise.capture.fakes import fake_mode
 from shardwise.capture.functional import StorageAliasing, functionalize_operators
 from shardwise.capture.fx_reader import FxGraphReader, UnsupportedAliasing, operator_exists, spec_of
 from shardwise.capture.in_fork import in_fork
+from shardwise.capture.json_values import from_json_value, to_json_value
 from shardwise.capture.python_randomness import python_random_state
 from shardwise.errors import ModelError
 from shardwise.model.dataflow import required_operators
@@ -55,8 +56,6 @@ def trace_joint_graph(call: FunctionCall, specs: tuple[Tensor, ...], requires_gr
     Raises:
         ModelError: the function does something that a graph of operators does not represent; the message names it.
     """
-    from shardwise.capture.cache.serialization import from_json_value, to_json_value
-
     traced: JointGraph = in_fork(lambda: _trace_checked(call, specs, requires_grad, only_output), to_json_value, from_json_value)
     return traced
 
