@@ -60,12 +60,12 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "as a checkpoint begins": ((CheckpointSaver, "save", True),),
     "before a checkpoint's commit": ((saving, "write_part", False), (background, "write_part", False)),
     "after a checkpoint's commit": (
-        (saving, "commit", False),
-        (background, "commit", False),
-        (background.BackgroundSaver, "_ended", False),
+        (saving, "commit_checkpoint", False),
+        (background, "commit_checkpoint", False),
+        (background.BackgroundSaver, "_complete", False),
     ),
-    "at the end": ((artifacts, "write", False),),
-    "while ranks regroup": ((World, "regrouped", True),),
+    "at the end": ((artifacts, "write_artifacts", False),),
+    "while ranks regroup": ((World, "next_generation", True),),
 }
 OWN = ("at its start", "before its step", "after its step", "before a snapshot's header", "after a snapshot's header")
 MOMENTS = (*OWN, *CALLS)

@@ -87,7 +87,7 @@ def _draw_alike(double: bool) -> None:
             return kept(self, *args, **kwargs)
         draws = known.setdefault(self, [ReproducibleDraws(torch.initial_seed(), double), 0])
         draws[1] += _is_counted(args) and _is_counted(kwargs)
-        draws[0].start(draws[1])
+        draws[0].start_call(draws[1])
         state = torch.random.get_rng_state()
         inside.append(self)
         try:

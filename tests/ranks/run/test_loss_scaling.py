@@ -80,7 +80,7 @@ def by_shardwise(
             now = engine(layout)
             now.load(folder)
         now.step(data())
-        scales.append(now.loss_scale.scale_factor)
+        scales.append(now.loss_scale.factor)
     return scales, now.full_state_dict(), [float(s["step"]) for s in now._optimizer.inner.state.values()]
 
 

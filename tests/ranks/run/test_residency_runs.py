@@ -110,7 +110,7 @@ def test_a_layer_that_comes_back_otherwise_is_found(monkeypatch: pytest.MonkeyPa
 
     def spoiled(self: HostStore, block: object) -> None:
         copy_out(self, block)  # type: ignore[arg-type]
-        block.host[:8] = 0  # type: ignore[attr-defined]
+        block.host_copy[:8] = 0  # type: ignore[attr-defined]
 
     monkeypatch.setattr(HostStore, "_copy_to_host", spoiled)
     assert not shardwise.verify(GPT, "data=1 offload=activations:1 recompute=full:1", 8, steps=1).ok

@@ -174,7 +174,7 @@ def test_a_copy_that_is_not_what_was_kept_is_found(accounts: Accounts, monkeypat
 
     def spoiled(self: HostStore, block: Any) -> None:
         copy_out(self, block)
-        block.host[:4] = 0
+        block.host_copy[:4] = 0
 
     monkeypatch.setattr(HostStore, "_copy_to_host", spoiled)
     assert not _same(plain, _trained.__wrapped__("data=1 offload=activations")[0])
@@ -205,7 +205,7 @@ def test_each_layer_does_what_was_asked_of_it(accounts: Accounts) -> None:
     for engine in (every, two, mixed):
         engine.step(BATCH)
     modules = [type(m).__name__ for runner in mixed._executor.runners.values() for m in runner.local.module.children()]
-    assert [name for name in modules if name in ("OffloadedLayer", "Recomputed")] == ["OffloadedLayer", "OffloadedLayer", "Recomputed"]
+    assert [name for name in modules if name in ("OffloadedLayer", "RecomputedModule")] == ["OffloadedLayer", "OffloadedLayer", "RecomputedModule"]
     assert two._host_store.copied_bytes == mixed._host_store.copied_bytes == every._host_store.copied_bytes / 2 > 0
 
 
@@ -220,7 +220,7 @@ def test_where_copies_overlap_layers_are_called_as_soon_as_there_is_room(
     back, unpack = HostStore.load, HostStore._unpack
 
     def depth(moved: Any) -> int:
-        return 0 if moved.before is None else 1 + depth(moved.before)
+        return 0 if moved.previous is None else 1 + depth(moved.previous)
 
     def backed(self: HostStore, moved: Any) -> None:
         if moved.is_offloaded:
