@@ -20,7 +20,7 @@ from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTab
 from shardwise.cluster.heterogeneous import mix_clusters, order_parts
 from shardwise.cluster.resize import resize_cluster
 from shardwise.errors import ConfigError, UsageError, did_you_mean
-from shardwise.plan.ir.toml_text import quote_key, quote_string
+from shardwise.plan.ir.toml_text import parse_document, quote_key, quote_string
 
 FORMAT = 1
 WORDS, NUMBERS = ("name", "fingerprint", "stack", "priced"), ("price_per_hour", "power_w")
@@ -142,7 +142,7 @@ def load(path: Path) -> Cluster:
 
 def parse_cluster(text: str, where: str = "cluster") -> Cluster:
     """Parse a cluster from TOML text; `where` names it in errors."""
-    data = toml.parse(text, where)
+    data = parse_document(text, where)
     version = data.pop("format", FORMAT)
     _check_type(where, "format", version, "int")
     if version != FORMAT:

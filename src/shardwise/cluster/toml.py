@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, UsageError, did_you_mean
-from shardwise.plan.ir.toml_text import parse_toml
 
 
 def read(path: str | Path, what: str, remedy: str = "") -> str:
@@ -20,14 +18,6 @@ def read(path: str | Path, what: str, remedy: str = "") -> str:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror}{f'; {remedy}' if remedy else ''}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the {what} {path} is no text: byte {error.start} is not UTF-8") from error
-
-
-def parse(text: str, where: str) -> dict[str, Any]:
-    """Return the tables of a text. Raises `ConfigError`, with the line, if it is not TOML."""
-    try:
-        return parse_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from error
 
 
 def check_keys(where: str, table: Mapping[str, Any], keys: Collection[str], text: str = "") -> None:

@@ -7,6 +7,7 @@ root owns are loaded.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -14,9 +15,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+Signatures = Mapping[str, tuple[Any, Any]]  # by function: the types of its result and its arguments
 COMPILE_S = 60.0
 
 
@@ -64,6 +67,18 @@ def build_library(
     if path.stat().st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
     return path
+
+
+def load_library(build: Callable[[], Path], signatures: Signatures) -> ctypes.CDLL | str:
+    """Load the library that `build` returns, or return the reason why there is none."""
+    try:
+        library = ctypes.CDLL(str(build()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
+        return f"{type(error).__name__}: {error}"
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 def processor_description() -> str:

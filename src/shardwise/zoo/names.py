@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, did_you_mean
 from shardwise.zoo import (
     amoebanet,
     bert,
@@ -97,10 +96,8 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
 def suggest_nearest(word: str, words: Iterable[str], fallback: str | None = None) -> str:
     """Return the end of an error message: `; did you mean a or b?`, or without a close match `fallback` (default: all known words)."""
     words = sorted(words)
-    close = difflib.get_close_matches(word, words, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return fallback if fallback is not None else f"; known: {', '.join(words)}"
+    known = f"; known: {', '.join(words)}" if fallback is None else fallback
+    return did_you_mean(word, words, cutoff=0.6, count=3, form="; {}") or known
 
 
 def _parse_arguments(name: str, config: Any, text: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import re
 import tomllib
 from typing import Any
 
+from shardwise.errors import ConfigError
+
 MAX_KEY_DEPTH = 64  # dots of a key, at most
 _DEEP_KEY = re.compile(rf"(?:[\w\"'-]+[ \t]*\.[ \t]*){{{MAX_KEY_DEPTH}}}")
 
@@ -30,6 +32,14 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
         raise tomllib.TOMLDecodeError(str(error).partition(";")[0]) from error
+
+
+def parse_document(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML that a user wrote. Raises `ConfigError`, with `where` and the line, if it is not TOML."""
+    try:
+        return parse_toml(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
 
 
 def quote_string(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.cluster import toml
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.ir.toml_text import parse_document
 from shardwise.serve.placement.workflow import (
     Accuracy,
     Batches,
@@ -33,7 +34,7 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
         UsageError: no such file. ConfigError: not TOML, an unknown key, a value of another type.
     """
     where = str(path)
-    data = toml.parse(toml.read(path, "workflow"), where)
+    data = parse_document(toml.read(path, "workflow"), where)
     toml.check_keys(where, data, {"name", "rate", "source", "operator", "accuracy", "measure", "worker", "link"})
     sources = tuple(
         RequestSource(name, _parse_number(at, row, "output_bytes"), _parse_number(at, row, "share", 1.0), _parse_integer(at, row, "tier"))
@@ -54,7 +55,7 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
 
 def read_machines(path: str | Path) -> Machines:
     """Read workers and links from a separate file. Raises as `read_workflow`."""
-    data = toml.parse(toml.read(path, "file of workers"), str(path))
+    data = parse_document(toml.read(path, "file of workers"), str(path))
     toml.check_keys(str(path), data, {"name", "worker", "link"})
     return _parse_machines(str(path), data)
 

@@ -6,11 +6,11 @@ See `shardwise.world.native_build`. Without a compiler (or a folder to write) ra
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
+from functools import partial
 from pathlib import Path
 
-from shardwise.world.native_build import build_library
+from shardwise.world.native_build import build_library, load_library
 
 SOURCE = Path(__file__).with_name("source")
 UNAVAILABLE = "the C library for shared memory could not be built"  # start of the reason why ranks of one host use gloo
@@ -52,12 +52,5 @@ _SIGNATURES = {
 
 def load(cache: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | str:
     """Return the library, or the reason why there is none. `cache`: folder of compiled files (default: the user's cache folder)."""
-    try:
-        path = build_library("shared-memory", sorted(SOURCE.glob("*.[ch]")), SOURCE / "shardwise.c", FLAGS, compiler, cache)
-        library = ctypes.CDLL(str(path))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
-        return f"{type(error).__name__}: {error}"
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    sources = sorted(SOURCE.glob("*.[ch]"))
+    return load_library(partial(build_library, "shared-memory", sources, SOURCE / "shardwise.c", FLAGS, compiler, cache), _SIGNATURES)
