@@ -28,7 +28,6 @@ from shardwise.zoo import (
     unet,
     unet3d,
     vit,
-    wide_resnet,
 )
 
 
@@ -52,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "moe": Family(moe.MoEConfig, moe.MoEGPT, moe.SIZES, moe.example_batch, moe.compute_loss),
     "lstm": Family(lstm.LSTMConfig, lstm.LSTMLanguageModel, lstm.SIZES, lstm.example_batch, lstm.compute_loss),
     "resnet": Family(resnet.ResNetConfig, resnet.ResNet, resnet.SIZES, resnet.example_batch, resnet.compute_loss),
-    "wide-resnet": Family(wide_resnet.WideResNetConfig, resnet.ResNet, wide_resnet.SIZES, resnet.example_batch, resnet.compute_loss),
+    "wide-resnet": Family(resnet.WideResNetConfig, resnet.ResNet, resnet.WIDE_SIZES, resnet.example_batch, resnet.compute_loss),
     "resnet-v2": Family(resnet_v2.ResNetV2Config, resnet_v2.ResNetV2, resnet_v2.SIZES, resnet.example_batch, resnet.compute_loss),
     "unet": Family(unet.UNetConfig, unet.UNet, unet.SIZES, unet.example_batch, unet.compute_loss),
     "inception": Family(inception.GoogLeNetConfig, inception.GoogLeNet, inception.SIZES, inception.example_batch, inception.compute_loss),

@@ -11,7 +11,7 @@ import shardwise
 from shardwise.cluster.cluster import Cluster
 from shardwise.plan.plan import Plan
 from shardwise.run.rank_model.build import ModelSource
-from shardwise.solve.moves.branch_counts import branch_rank_counts
+from shardwise.solve.axis_candidates import branch_rank_counts
 from shardwise.zoo.resolve import resolve
 from tests.support.towers import FourBranches
 

@@ -1,4 +1,4 @@
-"""TOML input within bounds, as a dict or one kind of error, and text for TOML output.
+"""TOML input within bounds, as a dict or one kind of error that states the position, and text for TOML output.
 
 The standard library's parser accepts numbers of any length, on which Python raises another error, and keys of any depth, on which it spends
 quadratic time, and whose reader recurses without end.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError, did_you_mean
 
 MAX_KEY_DEPTH = 64  # dots of a key, at most
 _DEEP_KEY = re.compile(rf"(?:[\w\"'-]+[ \t]*\.[ \t]*){{{MAX_KEY_DEPTH}}}")
@@ -58,3 +60,21 @@ def quote_key(text: str) -> str:
     ('cpu-1', '"two words"')
     """
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else quote_string(text)
+
+
+def read_user_file(path: str | Path, what: str, remedy: str = "") -> str:
+    """Return the text of a file. Raises `UsageError` if it cannot be read, `ConfigError` if it is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}{f'; {remedy}' if remedy else ''}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the {what} {path} is no text: byte {error.start} is not UTF-8") from error
+
+
+def check_keys(where: str, table: Mapping[str, Any], keys: Collection[str], text: str = "") -> None:
+    """Raise `ConfigError` for a key that is not among `keys`, with the nearest of them, and with its line if `text` is given."""
+    for key in table:
+        if key not in keys:
+            line = next((f" (line {i})" for i, row in enumerate(text.splitlines(), 1) if re.match(rf"\s*\[*{re.escape(key)}\b", row)), "")
+            raise ConfigError(f"{where}: unknown key {key}{line}{did_you_mean(key, keys)}; known: {', '.join(sorted(keys))}")
