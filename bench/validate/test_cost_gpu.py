@@ -17,9 +17,8 @@ from shardwise.cluster.catalogue import catalogue_names, dump
 from shardwise.cluster.cluster import Cluster, Device, Speed
 from shardwise.cost.calibration.efficiency import EfficiencySet, parse_protocols, parse_stack, protocols_named, stack_of
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.gpus import straggler_slowdown
+from shardwise.cost.devices.gpus import straggler_slowdown, with_measured_rates
 from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
-from shardwise.cost.devices.measured_gpu import with_measured_rates
 from shardwise.cost.memory.memory import StageMemory
 from shardwise.cost.network.network import RankGroup, collective_s, group_path
 from shardwise.cost.step import Pricer, StageCost

@@ -12,8 +12,7 @@ from shardwise.capture.capture import Loss
 from shardwise.cluster.cluster import Cluster
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.decode.build_decoder import build_decoder
-from shardwise.run.decode.decoder import DECODE_PRICES, Decoder, Paging
+from shardwise.run.decode.decoder import DECODE_PRICES, Decoder, Paging, build_decoder
 from shardwise.run.engine import Engine
 from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.world.launch.current import current_world

@@ -9,14 +9,14 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.5) -> str:
+def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.5, count: int = 1, form: str = " ({})") -> str:
     """Return a message's suffix for an unknown word, ` (did you mean ring?)`; empty where no known word is at least `cutoff` similar.
 
     >>> did_you_mean("rng", ("ring", "tree")), did_you_mean("zzz", ("ring", "tree"))
     (' (did you mean ring?)', '')
     """
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]}?)" if close else ""
+    close = difflib.get_close_matches(word, list(words), n=count, cutoff=cutoff)
+    return form.format(f"did you mean {' or '.join(close)}?") if close else ""
 
 
 def format_error(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ __all__ = [
     "transformer",
     "tree_flatten",
     "tree_map",
+    "written_arguments",
 ]
 
 TORCH_ASSERT = torch._assert  # used by models to check values that a trace does not have
@@ -148,3 +150,10 @@ def silence_fake_tensor_log() -> Iterator[None]:
 def clear_fake_tensor_memo(mode: FakeTensorMode) -> None:
     """Drop the mode's weak references to its tensors, with which `nn.Module.to` and `.double` refuse to swap a parameter."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return positions and names of the arguments that an operator writes, by its schema."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.capture.fakes import written_arguments
 from shardwise.errors import ModelError
 from shardwise.model.graph import FUNCTION, Arg, Function, Operator, Ref, Tensor, Word
 from shardwise.model.strides.strided_views import as_strided_steps
@@ -48,7 +49,7 @@ def spec_of(value: Any) -> Tensor:
 
 def _check_writes(op: Operator, target: Any) -> None:
     """Raise ModelError for an operator that writes an argument in an unsupported way: the write would be lost."""
-    written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [name for _, name in written_arguments(target)]
     allowed = writes_in_place(op) or "out" in dict(op.kwargs) or record_of(op).kind == CostKind.BATCH_NORM
     if written and not allowed:
         raise ModelError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -72,6 +72,27 @@ def _named_children(x: Any) -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(x):
             if hasattr(x, field.name):
                 yield field.name, getattr(x, field.name)
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists and dicts, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list | dict):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(item)
+
+
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Apply `change` to every tensor in tuples, lists and dicts, in order; everything else stays."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        items = [map_tensors(value, change) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
 
 
 def batch_size_of(batch: Any) -> int:

@@ -42,7 +42,7 @@ def new_cluster(  # noqa: PLR0913
     """
     with open_output(as_json) as out:
         from shardwise.cluster.catalogue import parse_cluster  # here: the command starts fast
-        from shardwise.cluster.draft import draft_cluster
+        from shardwise.cluster.cluster_file import draft_cluster
 
         text = draft_cluster(name, device, devices, nodes=nodes, link=link, network=network, price_per_hour=price, priced=priced)
         described = parse_cluster(text)
@@ -98,7 +98,7 @@ def check(
       shardwise cluster check ours.toml
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.plausibility import implausible_figures  # here: the command starts fast
+        from shardwise.cluster.cluster_file import implausible_figures  # here: the command starts fast
 
         described = options.load_cluster(file, out)
         warnings = implausible_figures(described)
@@ -117,7 +117,7 @@ def show_schema(as_json: options.Json = False) -> None:
       shardwise cluster schema
     """
     with open_output(as_json) as out:
-        from shardwise.cluster.schema import cluster_schema as cluster_schema  # here: the command starts fast
+        from shardwise.cluster.cluster_file import cluster_schema as cluster_schema  # here: the command starts fast
 
         if not as_json:
             typer.echo(json.dumps(cluster_schema(), indent=2))

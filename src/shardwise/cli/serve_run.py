@@ -76,11 +76,11 @@ def run_plan(  # noqa: PLR0913
 
 def read_plan(plan: Path) -> tuple[Any, Any, Any]:
     """Return (workflow, machines, placement) of a plan file; its workflow file is at the path in it, or next to the plan."""
-    from shardwise.cluster import toml  # here: the command starts fast
+    from shardwise.plan.ir.toml_text import read_user_file  # here: the command starts fast
     from shardwise.serve.placement.service_plan_file import parse_service_plan
     from shardwise.serve.placement.workflow_files import read_machines, read_workflow
 
-    placed, of, cluster = parse_service_plan(toml.read(plan, "plan"), str(plan))
+    placed, of, cluster = parse_service_plan(read_user_file(plan, "plan"), str(plan))
 
     def find_file(name: str) -> Path:
         return Path(name) if Path(name).exists() else plan.parent / Path(name).name

@@ -15,11 +15,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardwise.cluster import toml
 from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, MeasuredTable, NetworkLink, Speed
 from shardwise.cluster.heterogeneous import mix_clusters
 from shardwise.errors import ConfigError, UsageError, did_you_mean
-from shardwise.plan.ir.toml_text import quote_key, quote_string
+from shardwise.plan.ir.toml_text import check_keys, parse_document, quote_key, quote_string, read_user_file
 
 FORMAT = 1
 WORDS, NUMBERS = ("name", "fingerprint", "stack", "priced"), ("price_per_hour", "power_w")
@@ -78,9 +77,7 @@ def build_machine(text: str, count: int, name: str) -> Cluster:
     if node is None:
         hint = _device_hint(name) or did_you_mean(name, catalogue["node"])
         raise UsageError(f"unknown cluster {text}{hint}; known machines: {', '.join(catalogue['node'])}")
-    toml.check_keys(
-        f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "priced", "power_w", "source"}, ""
-    )
+    check_keys(f"catalogue node {name}", node, {"device", "size", "link", "network", "price_per_hour", "priced", "power_w", "source"}, "")
     device = _build_record(Device, f"device {node['device']}", {"name": node["device"], **catalogue["device"][node["device"]]}, "")
     levels = [ClusterLevel("node", node["size"], _build_record(NetworkLink, f"link of {name}", catalogue["link"][node["link"]], ""))]
     if count > 1:
@@ -102,20 +99,20 @@ def _device_hint(device: str) -> str:
 
 def load(path: Path) -> Cluster:
     """Read a cluster file. Raises `ConfigError` with the file, the key, the nearest known key and the line."""
-    text = toml.read(path, "cluster file", f"`shardwise probe -o {path}` writes one")
+    text = read_user_file(path, "cluster file", f"`shardwise probe -o {path}` writes one")
     return replace(parse_cluster(text, str(path)), origin=str(path))
 
 
 def parse_cluster(text: str, where: str = "cluster") -> Cluster:
     """Parse a cluster from TOML text; `where` names it in errors."""
-    data = toml.parse(text, where)
+    data = parse_document(text, where)
     version = data.pop("format", FORMAT)
     _check_type(where, "format", version, "int")
     if version != FORMAT:
         raise ConfigError(f"{where}: this shardwise reads cluster format {FORMAT}; probe again")
     if "part" not in data:
         return _build_cluster(data, where, text)
-    toml.check_keys(where, data, {"name", "part", "between"}, text)
+    check_keys(where, data, {"name", "part", "between"}, text)
     for key in ("name", "between"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a mixed cluster needs name, [between] (what joins its parts) and [[part]]")
@@ -128,13 +125,13 @@ def parse_cluster(text: str, where: str = "cluster") -> Cluster:
 
 def _build_cluster(data: Mapping[str, Any], where: str, text: str) -> Cluster:
     """Build a homogeneous cluster from its tables."""
-    toml.check_keys(where, data, {*WORDS, *NUMBERS, "device", "level", "speed", "table"}, text)
+    check_keys(where, data, {*WORDS, *NUMBERS, "device", "level", "speed", "table"}, text)
     for key in ("name", "device"):
         if key not in data:
             raise ConfigError(f"{where} has no {key}; a cluster needs name, [device] and [[level]]")
     levels = []
     for level in _list_of_tables(where, data, "level"):
-        toml.check_keys(f"{where} [[level]]", level, {"name", "size", "link", *_field_names(NetworkLink)}, text)
+        check_keys(f"{where} [[level]]", level, {"name", "size", "link", *_field_names(NetworkLink)}, text)
         for key in ("name", "size"):
             if key not in level:
                 raise ConfigError(f"{where} [[level]] has no {key}")
@@ -248,7 +245,7 @@ def _check_type(where: str, key: str, value: Any, kind: str) -> None:
 def _build_record(kind: Any, where: str, table: Mapping[str, Any], text: str) -> Any:
     """Build a frozen dataclass from a TOML table; a table of numbers becomes pairs."""
     types = {f.name: str(f.type) for f in fields(kind)}
-    toml.check_keys(where, table, set(types), text)
+    check_keys(where, table, set(types), text)
     values: dict[str, Any] = {}
     for key, value in table.items():
         _check_type(where, key, value, types[key])

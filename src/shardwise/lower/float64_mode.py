@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.capture.fakes import tree_flatten, tree_map
+from shardwise.capture.fakes import tree_flatten, tree_map, written_arguments
 from shardwise.capture.patches.casts import without_casts
 from shardwise.capture.patches.float64_numbers import exact_float64
 from shardwise.model.graph import NARROW
@@ -37,7 +37,7 @@ class Float64Casts(private.DispatchMode):  # type: ignore[no-untyped-call]
             kwargs["dtype"] = torch.float64
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         narrow_ids = {id(x) for x in tensors if x.dtype in _NARROW}
-        if narrow_ids and not _writes_argument(func) and any(x.dtype is torch.float64 for x in tensors):
+        if narrow_ids and not written_arguments(func) and any(x.dtype is torch.float64 for x in tensors):
             args, kwargs = tree_map(lambda x: x.double() if id(x) in narrow_ids else x, (args, kwargs))
         try:
             result = func(*args, **kwargs)
@@ -96,8 +96,3 @@ def compute_in_float64(enabled: bool, is_native: bool = False) -> Iterator[None]
 def _finfo_as_float32(dtype: torch.dtype | None = None) -> Any:
     """Return `torch.finfo` of a tensor's dtype outside of float64 mode."""
     return _FINFO(torch.float32 if dtype is torch.float64 else torch.get_default_dtype() if dtype is None else dtype)
-
-
-def _writes_argument(func: Any) -> bool:
-    """Return whether an operator writes one of its arguments."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)  # where torch says it

@@ -48,9 +48,8 @@ from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.ir.program import Program
 from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
-from shardwise.plan.per_stage_mesh import StageSizes, first_ranks_of_stages, parse_inner
 from shardwise.plan.residency import Residency, refuse_segment, strip_layers
-from shardwise.plan.unequal_shares import format_shares, parse_shares
+from shardwise.plan.unequal_ranks import StageSizes, first_ranks_of_stages, format_shares, parse_inner, parse_shares
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,

@@ -6,7 +6,6 @@ line, never ignored. Sizes are bytes, times are seconds.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ConfigError, LayoutError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, LayoutError, ShardwiseError, UsageError, did_you_mean
 from shardwise.plan.data_context_splits import SplitPrice, Splits
 from shardwise.plan.ir.axis import BRANCH, CHANNEL, axis_of
 from shardwise.plan.ir.choice import AllReduceChoices
@@ -355,12 +354,11 @@ class _PlanTable:
         for key in self.data:
             if key in self.taken_keys:
                 continue
-            close = difflib.get_close_matches(key, [only_close_to] if only_close_to else self.taken_keys, n=1, cutoff=0.5)
+            close = did_you_mean(key, [only_close_to] if only_close_to else self.taken_keys, form="{}")
             if only_close_to and not close:
                 continue
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(self.taken_keys)}"
             where = f" in [{'.'.join(self.path)}]" if self.path else ""
-            raise self.error(key, f"unknown key {key}{where}; {hint}")
+            raise self.error(key, f"unknown key {key}{where}; {close or 'known: ' + ', '.join(self.taken_keys)}")
 
     def error(self, key: str, reason: str) -> ConfigError:
         line = _line_of(self.text, (*self.path, key))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from shardwise.plan.ir.bars import draw_bars
-from shardwise.plan.ir.notebook_html import render_html
+from shardwise.plan.ir.notebook_html import draw_bars, render_html
 from shardwise.plan.ir.timeline import Timeline
 from shardwise.plan.plan import Plan
 from shardwise.report.gantt import gantt_svg

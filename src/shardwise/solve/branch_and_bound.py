@@ -31,8 +31,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import LayoutCandidate
 from shardwise.plan.residency import RECOMPUTE_KINDS, strip_layers
 from shardwise.schedules import schedule_of
-from shardwise.solve.activation_memory.choose import added_time_lower_bound_s, price_with_activation_memory
-from shardwise.solve.activation_memory.recompute_segments import with_fewest_recomputed_segments
+from shardwise.solve.activation_memory.choose import added_time_lower_bound_s, price_with_activation_memory, with_fewest_recomputed_segments
 from shardwise.solve.activation_memory.residency import KEEP, OFFLOAD, RECOMPUTE
 from shardwise.solve.bounds import (
     base_lower_bound_s,
@@ -45,8 +44,13 @@ from shardwise.solve.bounds import (
     wait_factor,
 )
 from shardwise.solve.checks import check_layers, check_layout, check_priced
-from shardwise.solve.moves.adjacent_stages import with_adjacent_stages
-from shardwise.solve.moves.grids import arrange_in_grids, multi_node_grid_spaces, other_microbatch_counts, unpriced_meshes
+from shardwise.solve.moves.grids import (
+    arrange_in_grids,
+    multi_node_grid_spaces,
+    other_microbatch_counts,
+    unpriced_meshes,
+    with_adjacent_stages,
+)
 from shardwise.solve.moves.submeshes import submesh_bases
 from shardwise.solve.reasons import num_differences
 from shardwise.solve.score import objective_value, score_plan

@@ -19,8 +19,8 @@ from shardwise.cost.step_time.timing import PricedLayout, price
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import LayoutCandidate
+from shardwise.solve.axis_candidates import context_candidates, spatial_candidates
 from shardwise.solve.bounds import check_state_fits, state_bytes_lower_bound
-from shardwise.solve.images import context_candidates, spatial_candidates
 from shardwise.solve.space import Constraint, SearchSpace, parse_constraints
 from shardwise.units import format_bytes
 

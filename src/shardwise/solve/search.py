@@ -18,8 +18,8 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.heterogeneous import reorder_parts
 from shardwise.cost.stages.gradients import best_bucket_bytes
 from shardwise.cost.step import Pricer
+from shardwise.cost.step_time.balance import select_cuts
 from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, build_pricer
-from shardwise.cost.step_time.stage_starts import select_cuts
 from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble, price, simulate_time, simulate_timeline, step_timeline
 from shardwise.errors import Infeasible, UsageError
 from shardwise.model.batch.additive import analyze_additivity, describe_microbatch_couplings
@@ -36,14 +36,19 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import LayoutCandidate, Plan
 from shardwise.schedules import program_of
 from shardwise.solve.activation_memory.choose import describe_layer_choices
+from shardwise.solve.axis_candidates import (
+    attention_candidates,
+    branch_rank_counts,
+    context_candidates,
+    has_mixed_traffic,
+    min_heads,
+    spatial_candidates,
+)
 from shardwise.solve.bounds import layout_lower_bound_s
 from shardwise.solve.branch_and_bound import BranchAndBound
 from shardwise.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
-from shardwise.solve.images import attention_candidates, context_candidates, min_heads, spatial_candidates
 from shardwise.solve.infeasible import infeasible_error
 from shardwise.solve.moves.all_reduce_choice import choose_gradient_all_reduce, explain_all_reduce
-from shardwise.solve.moves.branch_counts import branch_rank_counts
-from shardwise.solve.moves.mixed_traffic import has_mixed_traffic
 from shardwise.solve.reasons import explain_choices, num_differences, select_shown
 from shardwise.solve.score import OBJECTIVES, least_synchronized, score_plan
 from shardwise.solve.space import Constraint, SearchSpace, constraints_for_samples, parse_constraints

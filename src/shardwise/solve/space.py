@@ -35,7 +35,7 @@ from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refu
 from shardwise.plan.layout import CHOICES, Layout, refuse_word
 from shardwise.plan.residency import LAYER_WORDS, LayerChoice, strip_layers
 from shardwise.schedules import schedule_of
-from shardwise.solve.images import is_valid_attention, ulysses_ring_candidates
+from shardwise.solve.axis_candidates import is_valid_attention, ulysses_ring_candidates
 
 MAX_MICROBATCHES = 512
 MAX_CHUNKS = 8
@@ -203,11 +203,11 @@ class SearchSpace:
     names them, and several stages a rank divide them nearly evenly. `num_experts`: of the model's widest layer, 1 where it has none.
     `includes_smaller_jobs`: smaller jobs as well, where all devices give one (for objectives that a smaller job may win).
     `has_mixed_traffic`: whether products are so unlike that tensor ranks may better shard samples for some
-    (`shardwise.solve.moves.mixed_traffic`).
+    (`shardwise.solve.axis_candidates`).
     `num_blocks`: number of the model's layers that are recomputed as units. `spatial_words`, `context_sizes`: values of `spatial` and
-    `context` (`shardwise.solve.images`); `attention_words`: values of `attention_words`; `num_heads` that Ulysses may exchange.
+    `context` (`shardwise.solve.axis_candidates`); `attention_words`: values of `attention_words`; `num_heads` that Ulysses may exchange.
     `branch_sizes`:
-    numbers of ranks for the model's parallel branches (`shardwise.solve.branch_counts`).
+    numbers of ranks for the model's parallel branches (`shardwise.solve.axis_candidates`).
     """
 
     cluster: Cluster

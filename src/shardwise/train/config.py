@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from shardwise.errors import ConfigError, UsageError
+from shardwise.plan.ir.toml_text import parse_document
 from shardwise.plan.plan import Plan
 from shardwise.train import toml
 from shardwise.units import parse_bytes
@@ -287,7 +288,7 @@ class TrainingConfig(_ConfigSection):
     @classmethod
     def parse(cls, text: str, where: str = "configuration", changes: Sequence[str] = ()) -> TrainingConfig:
         """Parse text as `read` does; `where` is named in errors."""
-        tree = toml.parse(text, where)
+        tree = parse_document(text, where)
         origins: dict[tuple[str, ...], str] = {}
         for change in changes:
             key, value = _parse_change(change)

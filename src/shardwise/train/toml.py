@@ -5,27 +5,18 @@ The writer supports strings, integers, floats, booleans, lists and tables of the
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.errors import ConfigError
+from shardwise.errors import did_you_mean
 from shardwise.plan.ir.toml_text import parse_toml, quote_string
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
-
-
-def parse(text: str, where: str) -> dict[str, Any]:
-    """Parse TOML. Raises ConfigError with the line if `text` is not TOML."""
-    try:
-        return parse_toml(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}") from error
 
 
 def parse_value(text: str, is_text: bool) -> Any:
@@ -67,8 +58,7 @@ def _split_key(key: str) -> list[str]:
 
 def suggest_nearest(word: str, words: Sequence[str]) -> str:
     """Return `; did you mean X?`, or nothing if no known word is close."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return did_you_mean(word, words, cutoff=0.6, form="; {}")
 
 
 def dump(tree: Mapping[str, Mapping[str, Any]]) -> str:

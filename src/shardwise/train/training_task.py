@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.nesting import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.train.config import TrainingConfig
@@ -23,7 +24,7 @@ from shardwise.train.data.reading.pixels import preparer_of
 from shardwise.train.data.reading.tables import TableRows as TableRows
 from shardwise.train.data.reading.tables import read_rows, table_reader_of
 from shardwise.train.data.sample_order import SampleOrder
-from shardwise.train.data.sources import Batch, BatchSource, SyntheticSource, TextRows, TextWindows, iter_tensors
+from shardwise.train.data.sources import Batch, BatchSource, SyntheticSource, TextRows, TextWindows
 from shardwise.train.data.table_batches import table_batches_of
 from shardwise.zoo.resolve import ResolvedModel, resolve
 
@@ -64,7 +65,7 @@ def training_task_of(config: TrainingConfig, corpus: Corpus | None) -> TrainingT
     resolved = resolve(config.model.name, batch, sequence_length_of(config))
     if corpus is None:
         example = resolved.batch(batch)
-        first = next(iter_tensors(example))
+        first = next(tensors_in(example))
         tokens = first.numel() if first.dim() == 2 and not first.is_floating_point() else batch
         return TrainingTask(resolved.make, resolved.loss, SyntheticSource(example), example, tokens)
     if corpus.images:
@@ -175,7 +176,7 @@ def text_form(resolved: ResolvedModel, resets_positions: bool = False) -> BatchF
             shifted = _are_labels_shifted(inputs, labels)
             if shifted is not None:
                 return lambda rows: (rows.inputs, rows.targets if shifted else rows.labels)
-    has = ", ".join(example) if isinstance(example, dict) else f"{type(example).__name__} of {len(list(iter_tensors(example)))} tensors"
+    has = ", ".join(example) if isinstance(example, dict) else f"{type(example).__name__} of {len(list(tensors_in(example)))} tensors"
     takes = f"that are no text and its next tokens; use a language model{', with arguments by name' if resets_positions else ''}"
     raise ConfigError(
         f'{resolved.name} takes batches of {has} {takes}, or data.source = "synthetic" to train on the batch that comes with the model'

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+Signatures = Mapping[str, tuple[Any, Any]]  # by function: the types of its result and its arguments
 COMPILE_S = 60.0
 
 
@@ -68,8 +69,8 @@ def build_library(
     return path
 
 
-def load_library(build: Callable[[], Path], signatures: Mapping[str, tuple[Any, Any]]) -> ctypes.CDLL | str:
-    """Return the library that `build` compiles, or the reason why there is none. `signatures`: types of results and arguments."""
+def load_library(build: Callable[[], Path], signatures: Signatures) -> ctypes.CDLL | str:
+    """Load the library that `build` returns, or return the reason why there is none."""
     try:
         library = ctypes.CDLL(str(build()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home

@@ -143,12 +143,5 @@ SIZES = {
     "amoebanet-d-1.8b": AmoebaNetConfig(layers=72, filters=512),
 }
 
-
-def example_batch(config: AmoebaNetConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random images and classes: `pixels` BCHW, `labels` B."""
-    return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
-
-
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the classes, in nats."""
-    return F.cross_entropy(output, batch["labels"])
+example_batch = shared_layers.draw_image_batch
+compute_loss = shared_layers.compute_class_loss

@@ -100,6 +100,4 @@ def example_batch(config: BertConfig, batch_size: int, seed: int = 0) -> dict[st
     }
 
 
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the masked tokens of the global batch, in nats."""
-    return shared_layers.token_loss(output, batch["labels"])
+compute_loss = shared_layers.compute_token_loss

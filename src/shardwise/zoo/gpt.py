@@ -47,21 +47,10 @@ class GPTConfig:
         return self.layers * layer + tables * hidden + 2 * hidden
 
 
-class GPTBlock(nn.Module):
-    """BSD -> BSD."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = shared_layers.Attention(config.hidden, config.heads, causal=True, dropout=config.dropout)
-        self.mlp_norm = nn.LayerNorm(config.hidden)
-        self.mlp = shared_layers.FeedForward(config.hidden, config.inner or 4 * config.hidden, approximate="tanh")
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rotary=rotary, bias=mask))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
+def _build_block(config: GPTConfig) -> shared_layers.PreNormBlock:
+    attention = shared_layers.Attention(config.hidden, config.heads, causal=True, dropout=config.dropout)
+    mlp = shared_layers.FeedForward(config.hidden, config.inner or 4 * config.hidden, approximate="tanh")
+    return shared_layers.PreNormBlock(lambda: nn.LayerNorm(config.hidden), attention, mlp, config.dropout)
 
 
 class GPT(nn.Module):
@@ -82,7 +71,7 @@ class GPT(nn.Module):
             for name, table in zip(("cos", "sin"), tables, strict=True):
                 self.register_buffer(name, table, persistent=False)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_build_block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         shared_layers.initialise_weights(self)
@@ -146,15 +135,8 @@ SIZES = {
     "megatron-1t": _megatron_size(25600, 128, 160),
 }
 
-
-def example_batch(config: GPTConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
-    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
-
-
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the next token, in nats."""
-    return shared_layers.token_loss(output, batch["labels"])
+example_batch = shared_layers.draw_text_batch
+compute_loss = shared_layers.compute_token_loss
 
 
 @torch.no_grad()

@@ -36,20 +36,10 @@ class LlamaConfig:
             raise ModelError(f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}; each of these serves as many heads")
 
 
-class LlamaBlock(nn.Module):
-    """BSD -> BSD."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.attention = shared_layers.Attention(config.hidden, config.heads, kv_heads=config.kv_heads, bias=False, causal=True)
-        self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.mlp = shared_layers.GatedFeedForward(config.hidden, config.inner)
-
-    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary=rotary, bias=mask)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
-        return x_BSD
+def _build_block(config: LlamaConfig) -> shared_layers.PreNormBlock:
+    attention = shared_layers.Attention(config.hidden, config.heads, kv_heads=config.kv_heads, bias=False, causal=True)
+    mlp = shared_layers.GatedFeedForward(config.hidden, config.inner)
+    return shared_layers.PreNormBlock(lambda: nn.RMSNorm(config.hidden, eps=1e-5), attention, mlp)
 
 
 class Llama(nn.Module):
@@ -66,7 +56,7 @@ class Llama(nn.Module):
         cos_SK, sin_SK = shared_layers.rotary_tables(config.sequence, config.hidden // config.heads, config.theta)
         self.register_buffer("cos", cos_SK, persistent=False)
         self.register_buffer("sin", sin_SK, persistent=False)
-        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_build_block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         shared_layers.initialise_weights(self)
@@ -89,12 +79,5 @@ SIZES = {
     "llama-405b": LlamaConfig(hidden=16384, layers=126, heads=128, inner=53248),
 }
 
-
-def example_batch(config: LlamaConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
-    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
-
-
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the next token, in nats."""
-    return shared_layers.token_loss(output, batch["labels"])
+example_batch = shared_layers.draw_text_batch
+compute_loss = shared_layers.compute_token_loss

@@ -57,12 +57,5 @@ SIZES = {
     "lstm-large": LSTMConfig(hidden=1500, span=0.04),
 }
 
-
-def example_batch(config: LSTMConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
-    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
-
-
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the next token, in nats."""
-    return shared_layers.token_loss(output, batch["labels"])
+example_batch = shared_layers.draw_text_batch
+compute_loss = shared_layers.compute_token_loss

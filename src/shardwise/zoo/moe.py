@@ -174,13 +174,10 @@ SIZES = {
     "moe-70b": _alpa_size(2048, 32, 64),
 }
 
-
-def example_batch(config: MoEConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
-    return shared_layers.random_text(config.vocabulary, config.sequence, batch_size, seed)
+example_batch = shared_layers.draw_text_batch
 
 
 def compute_loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """Mean cross-entropy of the next token, in nats, and the weighted balance loss."""
     logits_BSV, balance = output
-    return shared_layers.token_loss(logits_BSV, batch["labels"]) + balance
+    return shared_layers.compute_token_loss(logits_BSV, batch) + balance

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, did_you_mean
 from shardwise.zoo import (
     amoebanet,
     bert,
@@ -29,7 +28,6 @@ from shardwise.zoo import (
     unet,
     unet3d,
     vit,
-    wide_resnet,
 )
 
 
@@ -53,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "moe": Family(moe.MoEConfig, moe.MoEGPT, moe.SIZES, moe.example_batch, moe.compute_loss),
     "lstm": Family(lstm.LSTMConfig, lstm.LSTMLanguageModel, lstm.SIZES, lstm.example_batch, lstm.compute_loss),
     "resnet": Family(resnet.ResNetConfig, resnet.ResNet, resnet.SIZES, resnet.example_batch, resnet.compute_loss),
-    "wide-resnet": Family(wide_resnet.WideResNetConfig, resnet.ResNet, wide_resnet.SIZES, resnet.example_batch, resnet.compute_loss),
+    "wide-resnet": Family(resnet.WideResNetConfig, resnet.ResNet, resnet.WIDE_SIZES, resnet.example_batch, resnet.compute_loss),
     "resnet-v2": Family(resnet_v2.ResNetV2Config, resnet_v2.ResNetV2, resnet_v2.SIZES, resnet.example_batch, resnet.compute_loss),
     "unet": Family(unet.UNetConfig, unet.UNet, unet.SIZES, unet.example_batch, unet.compute_loss),
     "inception": Family(inception.GoogLeNetConfig, inception.GoogLeNet, inception.SIZES, inception.example_batch, inception.compute_loss),
@@ -97,10 +95,8 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
 def suggest_nearest(word: str, words: Iterable[str], fallback: str | None = None) -> str:
     """Return the end of an error message: `; did you mean a or b?`, or without a close match `fallback` (default: all known words)."""
     words = sorted(words)
-    close = difflib.get_close_matches(word, words, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return fallback if fallback is not None else f"; known: {', '.join(words)}"
+    known = f"; known: {', '.join(words)}" if fallback is None else fallback
+    return did_you_mean(word, words, cutoff=0.6, count=3, form="; {}") or known
 
 
 def _parse_arguments(name: str, config: Any, text: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution; ResNeXt (Xie et al. 2017).
+"""ResNet (He et al. 2015) with batch norm, the stride in the 3x3 convolution; ResNeXt (Xie et al. 2017); Wide ResNet (Zagoruyko & Komodakis
+2016) as Alpa trains it: a ResNet with more channels and a wider 3x3 convolution.
 
 Input: `pixels` BCHW. Output: logits BV. The batch has `labels` B as well.
 
@@ -8,6 +9,7 @@ Shape letters: B batch, C channels, H and W image, V classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -110,12 +112,26 @@ SIZES = {
     "resnext-101": ResNetConfig(blocks=(3, 4, 23, 3), width=2, groups=32),
 }
 
-
-def example_batch(config: ResNetConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random images and classes: `pixels` BCHW, `labels` B."""
-    return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
+example_batch = shared_layers.draw_image_batch
+compute_loss = shared_layers.compute_class_loss
 
 
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the classes, in nats."""
-    return F.cross_entropy(output, batch["labels"])
+WideResNetConfig = partial(ResNetConfig, base=160, width=2)
+_DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+
+
+def _wide_size(depth: int, base: int, width: int) -> ResNetConfig:
+    """Return a size of the table of Wide-ResNet models of Zheng et al. 2022 (Alpa): depth, channels of the first stage, width factor."""
+    return ResNetConfig(blocks=_DEPTHS[depth], base=base, width=width)
+
+
+WIDE_SIZES = {
+    "wide-resnet-tiny": ResNetConfig(blocks=(1, 1, 1, 1), base=16, width=2, image=32, classes=16),
+    "wide-resnet-250m": _wide_size(50, 160, 2),
+    "wide-resnet-500m": _wide_size(50, 224, 2),
+    "wide-resnet-1b": _wide_size(50, 320, 2),
+    "wide-resnet-2b": _wide_size(50, 448, 2),
+    "wide-resnet-4b": _wide_size(50, 640, 2),
+    "wide-resnet-6.8b": _wide_size(50, 320, 16),
+    "wide-resnet-13b": _wide_size(101, 320, 16),
+}

@@ -7,6 +7,7 @@ Shape letters: B batch, S sequence (queries), T keys' sequence, D model, H heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -82,6 +83,21 @@ class GatedFeedForward(nn.Module):
         return y
 
 
+class PreNormBlock(nn.Module):
+    """Attention and feed-forward layers, each behind a norm and added to the residual stream: BSD -> BSD. `norm` makes a norm."""
+
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, dropout: float | None = None) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm(), attention
+        self.mlp_norm, self.mlp = norm(), mlp
+        self.dropout = nn.Identity() if dropout is None else nn.Dropout(dropout)
+
+    def forward(self, x_BSD: Tensor, rotary: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rotary=rotary, bias=mask))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
 def rotary_tables(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return cos_SK and sin_SK of rotary positions (Su et al. 2021, eq. 34), for the half-split layout of K."""
     frequency_K = theta ** (-torch.arange(0, head_dim, 2).double() / head_dim)
@@ -128,9 +144,14 @@ def initialise_residual_weights(module: nn.Module, layers: int, std: float = 0.0
             nn.init.normal_(weight, std=std / (2 * layers) ** 0.5)
 
 
-def token_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Mean cross-entropy over the tokens whose label is not -100."""
-    return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+def compute_token_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy over the tokens of the global batch whose label is not -100, in nats."""
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def compute_class_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the classes, in nats."""
+    return F.cross_entropy(output, batch["labels"])
 
 
 def random_tokens(size: tuple[int, int], vocabulary: int, seed: int) -> Tensor:
@@ -174,9 +195,9 @@ def masked_token_labels(ids_BS: Tensor, seed: int, share: float = 0.15) -> Tenso
     return ids_BS.masked_fill(~chosen, -100)
 
 
-def random_text(vocabulary: int, sequence: int, batch_size: int, seed: int) -> dict[str, Tensor]:
+def draw_text_batch(config: Any, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Return random tokens and their next tokens: `input_ids` BS and `labels` BS."""
-    tokens = random_tokens((batch_size, sequence + 1), vocabulary, seed)
+    tokens = random_tokens((batch_size, config.sequence + 1), config.vocabulary, seed)
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
@@ -184,3 +205,8 @@ def random_images(size: tuple[int, int, int, int], classes: int, seed: int) -> d
     """Return pixels of mean 0 and variance 1, and a class for every image: `pixels` of shape `size`, `labels` B."""
     pixels = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     return {"pixels": pixels, "labels": random_classes(size[0], classes, seed + 1)}
+
+
+def draw_image_batch(config: Any, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
+    """Return random square images and classes: `pixels` BCHW, `labels` B."""
+    return random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)

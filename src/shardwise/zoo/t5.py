@@ -191,6 +191,4 @@ def example_batch(config: T5Config, batch_size: int, seed: int = 0) -> dict[str,
     }
 
 
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the output tokens, in nats."""
-    return shared_layers.token_loss(output, batch["labels"])
+compute_loss = shared_layers.compute_token_loss

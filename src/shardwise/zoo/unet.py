@@ -84,7 +84,7 @@ SIZES = {
 
 def example_batch(config: UNetConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
     """Return random images, and classes that follow their brightness: `pixels` BCHW, `labels` BHW."""
-    batch = shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
+    batch = shared_layers.draw_image_batch(config, batch_size, seed)
     rank_BHW = batch["pixels"].mean(1).sigmoid()
     return {"pixels": batch["pixels"], "labels": (rank_BHW * config.classes).long().clamp_(max=config.classes - 1)}
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.errors import ModelError
 from shardwise.zoo import shared_layers
@@ -37,21 +36,10 @@ class ViTConfig:
             raise ModelError(f"image = {self.image} does not divide by patch = {self.patch}; patches must cover it")
 
 
-class ViTBlock(nn.Module):
-    """BPD -> BPD."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden, eps=1e-6)
-        self.attention = shared_layers.Attention(config.hidden, config.heads, dropout=config.dropout)
-        self.mlp_norm = nn.LayerNorm(config.hidden, eps=1e-6)
-        self.mlp = shared_layers.FeedForward(config.hidden, 4 * config.hidden)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x_BPD: Tensor) -> Tensor:
-        x_BPD = x_BPD + self.dropout(self.attention(self.attention_norm(x_BPD)))
-        x_BPD = x_BPD + self.dropout(self.mlp(self.mlp_norm(x_BPD)))
-        return x_BPD
+def _build_block(config: ViTConfig) -> shared_layers.PreNormBlock:
+    attention = shared_layers.Attention(config.hidden, config.heads, dropout=config.dropout)
+    mlp = shared_layers.FeedForward(config.hidden, 4 * config.hidden)
+    return shared_layers.PreNormBlock(lambda: nn.LayerNorm(config.hidden, eps=1e-6), attention, mlp, config.dropout)
 
 
 class ViT(nn.Module):
@@ -64,7 +52,7 @@ class ViT(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.hidden))
         self.positions = nn.Parameter(torch.empty(1, (config.image // config.patch) ** 2 + 1, config.hidden))
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(ViTBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_build_block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.hidden, eps=1e-6)
         self.head = nn.Linear(config.hidden, config.classes)
         shared_layers.initialise_weights(self)
@@ -90,12 +78,5 @@ SIZES = {
     "vit-h": ViTConfig(patch=14, hidden=1280, layers=32, heads=16),
 }
 
-
-def example_batch(config: ViTConfig, batch_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return random images and classes: `pixels` BCHW, `labels` B."""
-    return shared_layers.random_images((batch_size, config.colours, config.image, config.image), config.classes, seed)
-
-
-def compute_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the classes, in nats."""
-    return F.cross_entropy(output, batch["labels"])
+example_batch = shared_layers.draw_image_batch
+compute_loss = shared_layers.compute_class_loss

@@ -11,9 +11,7 @@ import pytest
 
 from shardwise.cluster.catalogue import catalogue_names, dump, parse_cluster
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.draft import draft_cluster
-from shardwise.cluster.plausibility import implausible_figures
-from shardwise.cluster.schema import cluster_schema
+from shardwise.cluster.cluster_file import cluster_schema, draft_cluster, implausible_figures
 from shardwise.errors import ConfigError, UsageError
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"

@@ -8,8 +8,7 @@ import pytest
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.step import Pricer
-from shardwise.cost.step_time.balance import balance_stages
-from shardwise.cost.step_time.stage_starts import select_cuts
+from shardwise.cost.step_time.balance import balance_stages, select_cuts
 from shardwise.cost.step_time.timing import boundary_times_s, cut_candidates, unit_seconds
 from shardwise.model.graph import Graph, Ref
 from shardwise.model.stages.stages import StageCut

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
-from shardwise.cost.devices import copies as copies_module
+from shardwise.cost.devices import devices as devices_module
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.copies import HostCopies
+from shardwise.cost.devices.devices import HostCopies
 from shardwise.cost.stages.base import LayerCost
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.timing import PricedLayout, balanced_sites, price, simulate_time
@@ -57,7 +57,7 @@ def bytes_of(layers: Sequence[LayerCost], choices: Sequence[str], where: MemoryB
 @pytest.fixture
 def free_of_charge(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies beside the compute do not slow it."""
-    monkeypatch.setattr(copies_module, "HOST_SLOWS", 0.0)
+    monkeypatch.setattr(devices_module, "HOST_SLOWS", 0.0)
 
 
 def test_what_fits_is_kept() -> None:

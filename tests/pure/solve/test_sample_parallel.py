@@ -12,7 +12,7 @@ from shardwise.model.sharding.propagate import propagate
 from shardwise.model.sharding.sharding import Prices, Sharding
 from shardwise.plan.layout import Layout
 from shardwise.report.placements import placement_rows
-from shardwise.solve.moves.mixed_traffic import has_mixed_traffic
+from shardwise.solve.axis_candidates import has_mixed_traffic
 from shardwise.solve.search import search
 from shardwise.solve.space import SearchSpace
 from tests.support.gpt_graph import gpt

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwise.cli.changes import refit_layout
 from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
 from shardwise.cost.step import Pricer
-from shardwise.cost.step_time.stage_starts import select_cuts
+from shardwise.cost.step_time.balance import select_cuts
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.layout import Layout
 from shardwise.plan.residency import split_segments

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.step import Pricer
-from shardwise.cost.step_time.balance import balance_stages
-from shardwise.cost.step_time.stage_starts import select_cuts
+from shardwise.cost.step_time.balance import balance_stages, select_cuts
 from shardwise.cost.step_time.timing import (
     PricedLayout,
     computes_by_rank,
@@ -33,10 +32,10 @@ from shardwise.plan.plan import Plan
 from shardwise.schedules import schedule_of
 from shardwise.simulate.memory import peak_saved_bytes
 from shardwise.solve import branch_and_bound
+from shardwise.solve.axis_candidates import has_mixed_traffic
 from shardwise.solve.bounds import base_lower_bound_s, layout_lower_bound_s
 from shardwise.solve.checks import num_blocks, num_experts
 from shardwise.solve.infeasible import infeasible_error
-from shardwise.solve.moves.mixed_traffic import has_mixed_traffic
 from shardwise.solve.score import least_synchronized
 from shardwise.solve.search import check_layout, price, search, simulate_time
 from shardwise.solve.space import SearchSpace, divisors_of, iterate_layouts, parse_constraints

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.capture.nesting import map_tensors, tensors_in
 from shardwise.errors import UsageError
 from shardwise.plan.ir.placement import Shard
-from shardwise.run.loop.shard_semantics import replace_tensors, tensors_in
 from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
 from shardwise.world.world import World
 
@@ -100,7 +100,7 @@ def tried(call: Any, name: str, x: Any, args: Any, kwargs: Any, dim: int, world:
 
     def run(cut: bool) -> tuple[list[Tensor], list[Any], Tensor | None]:
         fresh = iter([t.clone() for t in tensors_in((x, args, kwargs))])
-        x1, args1, kwargs1 = (replace_tensors(value, fresh) for value in (x, args, kwargs))
+        x1, args1, kwargs1 = (map_tensors(value, lambda _: next(fresh)) for value in (x, args, kwargs))
         leaf = next(tensors_in(x1)).detach()
         if cut:
             length = first.shape[dim] // group.size
@@ -111,7 +111,7 @@ def tried(call: Any, name: str, x: Any, args: Any, kwargs: Any, dim: int, world:
         begin = leaf.clone() if name.endswith("_") else leaf
         mine = iter([begin, *list(tensors_in(x1))[1:]])
         torch.manual_seed(5)
-        out, others = outcome(call, replace_tensors(x1, mine), args1, kwargs1)
+        out, others = outcome(call, map_tensors(x1, lambda _: next(mine)), args1, kwargs1)
         found = gradient(out, leaf)
         return [whole_of(o) for o in out], others, None if found is None else whole_of(found)
 

@@ -13,8 +13,8 @@ from shardwise.cli import run
 from shardwise.collectives import ALGORITHMS, build
 from shardwise.errors import ProgramError
 from shardwise.plan.ir.check import check
-from shardwise.plan.ir.collective import NAMES, initial_and_wanted
 from shardwise.plan.ir.program import Program
+from shardwise.plan.ir.text import COLLECTIVE_NAMES, initial_and_wanted
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two_rings.txt"
 PAIR = "all_reduce\nrank 0: chunk(0)>1 chunk(0)+<1\nrank 1: chunk(0)>0 chunk(0)+<0\n"
@@ -27,7 +27,7 @@ def answer(capfd: pytest.CaptureFixture[str], file: Path, *words: str, code: int
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COLLECTIVE_NAMES)
 def test_a_header_stands_for_what_the_generators_give_and_want(name: str) -> None:
     """A line with the collective's name in place of all that is given and wanted: the same program for every algorithm."""
     for algorithm in ALGORITHMS[name]:

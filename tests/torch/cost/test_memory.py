@@ -18,7 +18,7 @@ from shardwise.run.state.parameters import Bucket
 from shardwise.units import parse_bytes
 from shardwise.world.launch.launch import launch
 from shardwise.world.memory import Accounts, accounts_of
-from shardwise.world.memory.accounts import HostAccounts, load_allocator
+from shardwise.world.memory.accounts import HostAccounts, load_memory_library
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
 
@@ -131,8 +131,8 @@ def test_a_limit_is_enforced_with_the_numbers(accounts: Accounts) -> None:
 
 
 def test_without_a_compiler_a_limit_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no C compiler" in str(load_allocator(tmp_path, compiler="no-such-compiler"))
-    monkeypatch.setattr("shardwise.world.memory.accounts.load_allocator", lambda: "no C compiler 'c++' in PATH")
+    assert "no C compiler" in str(load_memory_library(tmp_path, compiler="no-such-compiler"))
+    monkeypatch.setattr("shardwise.world.memory.accounts.load_memory_library", lambda: "no C compiler 'c++' in PATH")
     assert not accounts_of(CPU).is_counting
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler"):
         accounts_of(CPU, 1e9)

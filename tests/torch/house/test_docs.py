@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster.catalogue import parse_cluster
-from shardwise.cluster.plausibility import implausible_figures
+from shardwise.cluster.cluster_file import implausible_figures
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.serve.placement.workflow_files import read_workflow
 from shardwise.train.config import TrainingConfig

@@ -12,7 +12,7 @@ from shardwise.cluster.cluster import Cluster
 from shardwise.model.stages.branches import find_regions
 from shardwise.plan.plan import Plan
 from shardwise.run.rank_model.model_source import ModelSource
-from shardwise.solve.moves.branch_counts import branch_rank_counts
+from shardwise.solve.axis_candidates import branch_rank_counts
 from shardwise.zoo.resolve import resolve
 from tests.support.towers import FourBranches
 

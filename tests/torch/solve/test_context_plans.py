@@ -18,7 +18,7 @@ from shardwise.plan.ir.transition import sent_fraction
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.rank_model.model_source import ModelSource
-from shardwise.solve.images import context_candidates
+from shardwise.solve.axis_candidates import context_candidates
 from shardwise.zoo.resolve import resolve
 
 LLAMA = "llama:sequence=131072,layers=2"  # layers of Llama-8B

@@ -205,7 +205,11 @@ def test_each_layer_does_what_was_asked_of_it(accounts: Accounts) -> None:
     for engine in (every, two, mixed):
         engine.step(BATCH)
     modules = [type(m).__name__ for runner in mixed._executor.runners.values() for m in runner.local.module.children()]
-    assert [name for name in modules if name in ("OffloadedLayer", "RecomputedModule")] == ["OffloadedLayer", "OffloadedLayer", "RecomputedModule"]
+    assert [name for name in modules if name in ("OffloadedLayer", "RecomputedModule")] == [
+        "OffloadedLayer",
+        "OffloadedLayer",
+        "RecomputedModule",
+    ]
     assert two._host_store.copied_bytes == mixed._host_store.copied_bytes == every._host_store.copied_bytes / 2 > 0
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.capture.autograd_functions.recording import FunctionCall, first_line_of, refusal_error
-from shardwise.capture.fakes import fake_mode
+from shardwise.capture.fakes import fake_mode, written_arguments
 from shardwise.capture.functional import StorageAliasing, functionalize_operators
 from shardwise.capture.fx_reader import FxGraphReader, UnsupportedAliasing, operator_exists, spec_of
 from shardwise.capture.in_fork import in_fork
@@ -188,11 +188,10 @@ def _refuse_writes(call: FunctionCall, module: Any, placeholders: list[Any], out
             continue
         if str(node.target).split(".")[0] in ("c10d", "_c10d_functional", "_dtensor"):
             raise refusal_error(call, f"communicates with other ranks ({node.target})")
-        for spec, arg in zip(node.target._schema.arguments, node.args, strict=False):
-            written = spec.alias_info is not None and spec.alias_info.is_write
+        protected = input_memory | (output_memory if node.name in backward else set())
+        for arg in (node.args[place] for place, _ in written_arguments(node.target) if place < len(node.args)):
             for item in arg if isinstance(arg, tuple | list) else (arg,):
-                protected = input_memory | (output_memory if node.name in backward else set())
-                if written and isinstance(item, torch.fx.Node) and memory(item) in protected:
+                if isinstance(item, torch.fx.Node) and memory(item) in protected:
                     raise refusal_error(
                         call, f"writes into a tensor that it is given, or has handed out ({node.target}); write into a copy"
                     )

@@ -9,15 +9,24 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.capture.fakes import FAKE_TENSOR_ERRORS, DispatchMode, Fake, clear_fake_tensor_memo, fake_mode, tree_flatten, tree_map
+from shardwise.capture.fakes import (
+    FAKE_TENSOR_ERRORS,
+    DispatchMode,
+    Fake,
+    clear_fake_tensor_memo,
+    fake_mode,
+    tree_flatten,
+    tree_map,
+    written_arguments,
+)
 from shardwise.capture.initialization.tape import RandomStream, RecordedOp, StorageView, Tape, Version
+from shardwise.capture.nesting import tensors_in
 from shardwise.errors import ModelError, UsageError
 
 BUILD_OUTSIDE = "build the model outside the block and pass it to shardwise.parallelize"
@@ -223,7 +232,7 @@ class OperatorRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket is torch.ops.aten.set_:
             return self._set_storage(func, args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        tensors = _tensors_in((args, kwargs))
+        tensors = list(tensors_in((args, kwargs)))
         writes = _written_tensors(func, args, kwargs)
         if any(not isinstance(t, Fake) for t in writes):
             return self._write_real(func, args, kwargs, is_random)
@@ -231,7 +240,7 @@ class OperatorRecorder(DispatchMode):  # type: ignore[no-untyped-call]
             if not is_random and not any(isinstance(t, Fake) for t in tensors):
                 return func(*args, **kwargs)
             args, kwargs = tree_map(self._lift_if_real, (args, kwargs))
-            tensors = _tensors_in((args, kwargs))
+            tensors = list(tensors_in((args, kwargs)))
         before = {id(t): recording.view_of(t) for t in tensors}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             low, high = recording.value_bounds(args[0]) or (0, 1)
@@ -245,7 +254,7 @@ class OperatorRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         except FAKE_TENSOR_ERRORS:
             return self._run_now(func, args, kwargs, bool(writes) or is_random)
         clear_fake_tensor_memo(recording.fake_mode)
-        draws = is_random and any(t.device.type != "meta" for t in (*_tensors_in(out), *writes) if isinstance(t, Fake))
+        draws = is_random and any(t.device.type != "meta" for t in (*tensors_in(out), *writes) if isinstance(t, Fake))
         op = self._record(func, args, kwargs, out, before, writes, recording.stream_of(generator) if draws else None)
         if op is not None and bounds is not None:
             recording.bounds_by_version.update(
@@ -277,7 +286,7 @@ class OperatorRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         written = {id(t): before[id(t)] for t in writes}
         read = [] if name in _SHAPE_ONLY else [view for key, view in before.items() if key not in written]
         overwrites = tuple(written.values()) if name in _FULL_OVERWRITES else ()
-        sources = [before[id(t)].storage for t in _tensors_in((args[1:], kwargs))] if overwrites else []
+        sources = [before[id(t)].storage for t in tensors_in((args[1:], kwargs))] if overwrites else []
         if any(not w.covers_storage or w.storage in sources for w in overwrites):  # a tensor may be copied onto itself
             overwrites = ()
         changes = dict.fromkeys(v.storage for v in written.values() if v not in overwrites)
@@ -319,25 +328,9 @@ class OperatorRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of an operator's arguments or results, in order; called a few thousand times for a large model."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return [t for item in tree.values() for t in _tensors_in(item)]
-    return [t for item in tree for t in _tensors_in(item)] if isinstance(tree, tuple | list) else []
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return positions and names of the arguments that an operator writes, by its schema."""
-    arguments = func._schema.arguments
-    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that an operator writes, by its schema."""
-    return [t for i, name in _written_arguments(func) for t in _tensors_in(args[i] if i < len(args) else kwargs.get(name))]
+    return [t for i, name in written_arguments(func) for t in tensors_in(args[i] if i < len(args) else kwargs.get(name))]
 
 
 Bounds = tuple[float, float]

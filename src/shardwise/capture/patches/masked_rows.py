@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from shardwise.capture.fakes import written_arguments
 from shardwise.capture.patches.assertions import without_assertions
 from shardwise.capture.patches.patch import Patch
 
@@ -377,22 +378,16 @@ def _written_storages(graph: Graph) -> set[int]:
     written: set[int] = set()
     for node in graph.nodes:
         blocks = [x for x in node.all_input_nodes if x.op == "get_attr" and isinstance(_submodule_of(graph, x), GraphModule)]
-        if blocks and any(_writes_arguments(n) for x in blocks for n in _submodule_of(graph, x).graph.nodes):
+        if blocks and any(written_arguments(n.target) for x in blocks for n in _submodule_of(graph, x).graph.nodes):
             written.update(*(_storages_of(x) for x in node.all_input_nodes))
-        elif _writes_arguments(node):
-            places = [i for i, a in enumerate(node.target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-            targets = [node.args[i] for i in places if i < len(node.args)]
+        elif written_arguments(node.target):
+            targets = [node.args[i] for i, _ in written_arguments(node.target) if i < len(node.args)]
             written.update(*(_storages_of(x) for x in targets if isinstance(x, Node)))
     return written
 
 
 def _submodule_of(graph: Graph, node: Node) -> Any:
     return getattr(graph.owning_module, str(node.target), None)
-
-
-def _writes_arguments(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
 _PURE_OPERATORS = _ROW_WISE | {"view.default", "reshape.default"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.calibration.efficiency import EAGER, EfficiencySet, stack_of
 from shardwise.cost.devices.devices import Devices
-from shardwise.cost.devices.gpus import AutocastGpus, Gpus
-from shardwise.cost.devices.measured_gpu import with_measured_rates
+from shardwise.cost.devices.gpus import AutocastGpus, Gpus, with_measured_rates
 from shardwise.cost.devices.processors import Processors
 
 

@@ -1,6 +1,10 @@
 """Device interface of the cost model. In: a cluster, a layout. Out: seconds and bytes of a rank's operators and overheads.
 
 CPU cores (`processors`) and accelerators (`gpus`) implement it; no other module distinguishes the two.
+
+On GPUs host copies of offloaded activations have a stream in each direction: offload during forward, load during backward, so that a pass
+takes as long as the longer of its compute and its copies (KARMA: Wahib et al., SC 2020; vDNN: Rhu et al. 2016). On CPUs they add to the
+compute's time. Not modelled: the first copy, which waits for the first layer, and the last, for which backward may wait.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from numpy.typing import NDArray
 
 from shardwise.cluster.cluster import Cluster, Speed
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.copies import HostCopies
 from shardwise.cost.devices.kernel_memory import KernelMemory
 from shardwise.cost.devices.kernels import LocalKernel
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 
+HOST_BYTES_PER_S = 12e9  # host copies of one GPU: half of PCIe 4 x16, shared by two; assumed
+HOST_SLOWS = 0.1  # slowdown of compute as a fraction of the seconds of concurrent host copies; assumed
+COPY_MOVES = 3.0  # bytes moved per byte that a CPU copies into new memory: read, written, and cleared by the system before
 Array = NDArray[np.float64]
 
 
@@ -146,3 +152,24 @@ class Devices(ABC):
     def describe_efficiency(self, precision: str) -> str:
         """Describe the efficiency set in use, if it was not measured on these devices."""
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Cost of host copies: `seconds_per_byte`, one way, and whether they run concurrently with compute (`overlap_compute`).
+
+    >>> HostCopies(1.0, overlap_compute=False).with_copies(Seconds(4.0, 8.0), 2.0)
+    Seconds(forward=6.0, backward=10.0)
+    >>> HostCopies(1.0, overlap_compute=True).with_copies(Seconds(4.0, 8.0), 5.0)
+    Seconds(forward=5.0, backward=8.5)
+    """
+
+    seconds_per_byte: float
+    overlap_compute: bool
+
+    def with_copies(self, compute: Seconds, moved_bytes: float) -> Seconds:
+        """Return forward and backward of one microbatch that offloads and loads `moved_bytes`."""
+        copy_s = moved_bytes * self.seconds_per_byte
+        if not self.overlap_compute:
+            return compute + Seconds(copy_s, copy_s)
+        return Seconds(max(compute.forward + HOST_SLOWS * copy_s, copy_s), max(compute.backward + HOST_SLOWS * copy_s, copy_s))

@@ -1,24 +1,31 @@
-"""Device model of GPUs and TPUs, one rank each: an efficiency set, in mixed precision as in Megatron-LM or under autocast."""
+"""Device model of GPUs and TPUs, one rank each: an efficiency set, in mixed precision as in Megatron-LM or under autocast.
+
+A GPU that was measured here (`shardwise.cluster.probe`) has the rates of its `Speed` in place of its set's. Its peak and bandwidth are the
+rates that products and additions reached, so that fractions of them are 1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.cluster.cluster import Device, Speed
 from shardwise.cost.calibration.efficiency import EfficiencySet
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.copies import HOST_BYTES_PER_S, HostCopies
-from shardwise.cost.devices.devices import Array, Devices, LayerCollectives, Widths
+from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths
 from shardwise.cost.devices.kernel_memory import KernelMemory
 from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 
+OPTIMIZER_BYTES = 28.0  # a float32 weight, its gradient and two states are read, all but the gradient written
+CONVOLUTION = "convolution."
+MEASURED = ("activation", "norm", "batch_norm", "softmax", "cast")
 ZERO_OVERLAP = 0.7  # fraction of a microbatch that ZeRO-3 all-gathers and ZeRO-2 reduce-scatters overlap with, as in DeepSpeed; assumed
 HOST_ADAM_S = 2.0e-9  # Adam step of one parameter on the host's CPUs, of which a GPU has an eighth; assumed
 
@@ -150,3 +157,14 @@ def straggler_slowdown(num_ranks: int, spread: float) -> float:
     0.04
     """
     return spread * sqrt(2 * log(num_ranks)) if num_ranks > 1 else 0.0
+
+
+def with_measured_rates(stack: EfficiencySet, device: Device, speed: Speed) -> EfficiencySet:
+    """Return `stack` with the rates that were measured on this GPU."""
+    rates, bandwidth = dict(speed.rates), speed.memory_bandwidth_bytes_per_s
+    moves = {"elementwise": 1.0, **{kind: rates[kind] / bandwidth for kind in MEASURED if kind in rates}}
+    convolutions = {key.removeprefix(CONVOLUTION): rate for key, rate in rates.items() if key.startswith(CONVOLUTION)}
+    return replace(
+        stack, device=device.name, source="measured here", matmul=1.0, sustained=1.0, bandwidth=1.0, moves=tuple(moves.items()),
+        convolution=tuple(convolutions.items()), optimizer_bytes=OPTIMIZER_BYTES, launch_s=speed.launch_s,
+    )  # fmt: skip

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost.devices.compute import RankRates, Seconds, optimizer_s
 from shardwise.cost.devices.convolutions import NO_PADDING
-from shardwise.cost.devices.copies import COPY_MOVES, HostCopies
-from shardwise.cost.devices.devices import Array, Devices, LayerCollectives
+from shardwise.cost.devices.devices import COPY_MOVES, Array, Devices, HostCopies, LayerCollectives
 from shardwise.cost.devices.kernel_memory import ProcessorMemory
 from shardwise.cost.devices.kernels import LocalKernel, scale_rows
 from shardwise.model.work import OperatorWork

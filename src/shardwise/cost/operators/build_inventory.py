@@ -18,9 +18,8 @@ from shardwise.cost.devices.recurrent import extra_bytes, num_single_steps, shar
 from shardwise.cost.memory.block_runs import BatchBytes, BatchBytesColumns
 from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.memory.storages import StorageMap
-from shardwise.cost.operators.dispatch import ANY_EXPERTS, dispatched_values
 from shardwise.cost.operators.ring_attention import SubgroupSpan, attention_collectives, in_transit_bytes, merge_bytes, saved_by_exchange
-from shardwise.cost.operators.sharded_inventory import Collective, LocalOperator, ShardedInventory, block_of
+from shardwise.cost.operators.sharded_inventory import ANY_EXPERTS, Collective, LocalOperator, ShardedInventory, block_of, dispatched_values
 from shardwise.cost.shard_counts import (
     is_operator_sharded,
     is_sharded_over_data,

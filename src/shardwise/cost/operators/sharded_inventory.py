@@ -15,15 +15,21 @@ from numpy.typing import NDArray
 
 from shardwise.cost.devices.kernels import LocalKernel
 from shardwise.cost.memory.block_runs import NO_BYTES, BatchBytes, BatchBytesColumns
+from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.memory.storages import SavedStorage
-from shardwise.cost.operators.dispatch import ANY_EXPERTS, RoutedExperts
 from shardwise.cost.operators.ring_attention import SubgroupSpan
 from shardwise.cost.shard_counts import num_shards
-from shardwise.model.graph import Variable
+from shardwise.model.dims.labels import expert_weights
+from shardwise.model.graph import Operator, Variable
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.stages.stages import StageCut
+from shardwise.ops import record_of
+from shardwise.ops.experts import experts_and_top_k
+from shardwise.ops.vocabulary import LoweringKind
 from shardwise.plan.ir.axis import DATA, EXPERT, axis_of
 
+RoutedExperts = tuple[int, int]  # number of experts, and experts per token (top-k)
+ANY_EXPERTS: RoutedExperts = (0, 0)
 CountedStorages = set[tuple[str, str]]  # storages already counted: (root, name of a copy in another dtype)
 
 
@@ -236,3 +242,27 @@ def even_sites(cuts: Sequence[StageCut], num_stages: int) -> tuple[str, ...]:
         return ()
     starts = [cut.site for cut in sites.values()]
     return tuple(starts[len(starts) * i // num_stages] for i in range(1, num_stages))
+
+
+def dispatched_values(inventory: Inventory) -> dict[str, tuple[str, RoutedExperts]]:
+    """Return the dispatched or combined value by operator, each once. For ragged rows also the experts: a token is sent once to each rank
+    that has any of its experts (`ops.experts.ranks_reached`)."""
+    by_expert, sent = set(expert_weights(inventory.graph).values()), set[str]()
+    values: dict[str, tuple[str, RoutedExperts]] = {}
+    for op in inventory.graph.operators:
+        value = _dispatched_value(inventory, op, op.name in by_expert)
+        if value and value not in sent:
+            sent.add(value)
+            values[op.name] = value, experts_and_top_k(op, inventory.graph.tensors) if record_of(op).expert_stage else ANY_EXPERTS
+    return values
+
+
+def _dispatched_value(inventory: Inventory, op: Operator, by_expert: bool) -> str:
+    """Return the value that an operator dispatches or combines, "" for none: for expert products the narrower of operand and result, for
+    ragged rows those of the first and last operator."""
+    if ragged := record_of(op).expert_stage:
+        return op.outputs[0] if ragged == LoweringKind.EXPERT_DISPATCH else op.inputs[0] if ragged == LoweringKind.EXPERT_COMBINE else ""
+    if not by_expert:
+        return ""
+    operands = [v for v in (*op.inputs, op.outputs[0]) if v in inventory.batched]
+    return min(operands, key=lambda v: inventory.graph.tensors[v].size, default="")

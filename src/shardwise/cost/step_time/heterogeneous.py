@@ -26,7 +26,7 @@ from shardwise.plan.ir.axis import PIPELINE
 from shardwise.plan.ir.placement import apportion_units
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import layout_microbatch_sizes
-from shardwise.plan.unequal_shares import format_shares
+from shardwise.plan.unequal_ranks import format_shares
 from shardwise.schedules import schedule_of
 
 

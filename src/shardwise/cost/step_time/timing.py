@@ -19,11 +19,10 @@ from shardwise.cost.memory.memory import MARGIN
 from shardwise.cost.network.network import send_s
 from shardwise.cost.stages.base import stage_send_s
 from shardwise.cost.step import Pricer, StageCost
-from shardwise.cost.step_time.balance import balance_stages, minimize_slowest_stage, stage_memory_matrix, stage_time_matrix_s
+from shardwise.cost.step_time.balance import balance_stages, minimize_slowest_stage, select_cuts, stage_memory_matrix, stage_time_matrix_s
 from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, stage_device_memory, stage_pricer
 from shardwise.cost.step_time.lending import MIN_GAIN, CoreLending, compute_seconds, lent_compute_s, may_lend
 from shardwise.cost.step_time.send_bounds import exposed_send_fraction
-from shardwise.cost.step_time.stage_starts import select_cuts
 from shardwise.errors import Infeasible
 from shardwise.model.stages.stages import Stage, StageCut, stage_links
 from shardwise.plan.ir.choice import AUTO

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import subprocess
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.lower.kernels.sample_positions import ElementBox, merge_steps
-from shardwise.world.native_build import build_library
+from shardwise.world.native_build import build_library, load_library
 
 SOURCE = Path(__file__).with_name("stream.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared")
@@ -161,15 +160,10 @@ def _element_numbers(box: ElementBox, order: tuple[int, ...]) -> Any:
 @cache
 def native_library(folder: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | None:
     """Return the C library; None where it cannot be compiled."""
-    try:
-        library = ctypes.CDLL(str(build_library("stream", [SOURCE], SOURCE, FLAGS, compiler, folder)))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home directory
-        return None
-    library.shardwise_draw.restype = None
-    library.shardwise_draw.argtypes = [
-        POINTER(_ElementNumbers), c_uint64, c_uint64, c_int, c_void_p, c_void_p, c_int64, c_int64, c_double, c_int64,
-    ]  # fmt: skip
-    return library
+    arguments = [POINTER(_ElementNumbers), c_uint64, c_uint64, c_int, c_void_p, c_void_p, c_int64, c_int64, c_double, c_int64]
+    build = partial(build_library, "stream", [SOURCE], SOURCE, FLAGS, compiler, folder)
+    library = load_library(build, {"shardwise_draw": (None, arguments)})
+    return None if isinstance(library, str) else library
 
 
 def _torch_words(key: Key, box: ElementBox, device: torch.device) -> Tensor:

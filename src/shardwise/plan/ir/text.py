@@ -9,7 +9,7 @@
     wants 0: dw(0)=0        # by default dw of each stage, on the ranks that compute it, of every microbatch; grad where it is reduced
 
 A collective may be named instead: a line `all_reduce` (reduce_scatter, all_gather, all_to_all, `broadcast 2` from rank 2) implies the
-given and wanted values, for as many chunks `chunk(c)` as are sent; see `shardwise.plan.ir.collective`.
+given and wanted values, for as many chunks `chunk(c)` as are sent; see `initial_and_wanted`.
 
     all_reduce
     rank 0: chunk(0)>1 chunk(0)+<1
@@ -18,19 +18,21 @@ given and wanted values, for as many chunks `chunk(c)` as are sent; see `shardwi
 Lines that do not start with `rank N:` are those of the ranks 0, 1, 2, ...: `0F0 0F1 0B0 0B1`, with spaces or commas between actions, as
 others write schedules. A program of computes alone has no transfers yet: `shardwise.schedules.lower.complete_with_transfers` adds them.
 
-A contribution that is in a value twice is written twice: `dw(0)=0,1,1`.
+A contribution that is in a value twice is written twice: `dw(0)=0,1,1`. In a collective `chunk(c)` is chunk c of the tensor that all ranks
+have, `block(s,t)` what rank s has for rank t; a contribution is a rank's summand, or the rank that had the chunk. Where ranks keep chunks,
+rank r has the r-th of equally many.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, TypedDict
 
 from shardwise.errors import ProgramError
-from shardwise.plan.ir import collective
 from shardwise.plan.ir.action import (
     Action,
     Compute,
@@ -39,6 +41,8 @@ from shardwise.plan.ir.action import (
     Links,
     Manage,
     ManageOp,
+    Recv,
+    Send,
     Value,
     chain_links,
     parse_action,
@@ -48,9 +52,10 @@ from shardwise.plan.ir.action import (
 if TYPE_CHECKING:
     from shardwise.plan.ir.program import Program
 
+COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 _BARE = re.compile(r"\d+[A-Z]|\w+\([\d,]*\)")
 _LINE = re.compile(r"(rank|given|wants)\s+(\d{1,9})\s*:\s*(.*)|(program|stages|links)\s+(.*)|links")
-_COLLECTIVE = re.compile(rf"({'|'.join(collective.NAMES)})(?:\s+(\d{{1,9}}))?")
+_COLLECTIVE = re.compile(rf"({'|'.join(COLLECTIVE_NAMES)})(?:\s+(\d{{1,9}}))?")
 
 
 class ProgramFields(TypedDict):
@@ -176,7 +181,7 @@ class _ProgramParser:
                 raise ProgramError(
                     f"the line {collective_name} says what is given and wanted; leave out the lines given and wants, or that one"
                 )
-            initial, wants = collective.initial_and_wanted(collective_name, len(actions), collective.count_chunks(actions), first)
+            initial, wants = initial_and_wanted(collective_name, len(actions), count_chunks(actions), first)
             name = collective_name if name == "program" else name
         links = chain_links(stages) if self.links is None else self.links
         return {"name": name, "num_stages": stages, "initial": initial, "actions": actions, "wants": wants, "links": links}
@@ -227,3 +232,61 @@ def _parse_count(text: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text):
         raise ProgramError(f"stages {text!r} is not a whole number")
     return int(text)
+
+
+def initial_and_wanted(name: str, num_ranks: int, num_chunks: int, root: int = 0) -> tuple[tuple[HeldValues, ...], tuple[HeldValues, ...]]:
+    """Return (given, wants) by rank. `root`: the rank that has what a broadcast sends.
+
+    >>> given, wants = initial_and_wanted("all_reduce", 2, 1)
+    >>> given[1], wants[1]
+    ({Value(name='chunk', index=(0,)): {1: 1}}, {Value(name='chunk', index=(0,)): {0: 1, 1: 1}})
+
+    Raises:
+        ProgramError: an unknown name, a root that is no rank, chunks that do not divide among ranks.
+    """
+    ranks = range(num_ranks)
+    if name not in COLLECTIVE_NAMES:
+        raise ProgramError(f"{name} is not a collective; use {', '.join(COLLECTIVE_NAMES)}")
+    if root not in ranks:
+        raise ProgramError(f"{name} {root}: there are ranks 0 to {num_ranks - 1}")
+    if name == "all_to_all":
+        initial = tuple({Value("block", (s, t)): {s: 1} for t in ranks} for s in ranks)
+        return initial, tuple({Value("block", (s, t)): {s: 1} for s in ranks} for t in ranks)
+    one_each = tuple({_chunk_value(c): {r: 1} for c in range(num_chunks)} for r in ranks)
+    if name == "broadcast":
+        everything: HeldValues = one_each[root]
+        return tuple(everything if r == root else {} for r in ranks), (everything,) * num_ranks
+    total: HeldValues = {_chunk_value(c): dict.fromkeys(ranks, 1) for c in range(num_chunks)}
+    if name == "all_reduce":
+        return one_each, (total,) * num_ranks
+    if num_chunks % num_ranks:
+        raise ProgramError(f"{name} of {num_chunks} chunks over {num_ranks} ranks; divide the tensor into a multiple of {num_ranks} chunks")
+    chunks_each = num_chunks // num_ranks
+    chunks = [[_chunk_value(c) for c in range(r * chunks_each, (r + 1) * chunks_each)] for r in ranks]
+    if name == "reduce_scatter":
+        return one_each, tuple({value: total[value] for value in values} for values in chunks)
+    everything = {value: {r: 1} for r in ranks for value in chunks[r]}
+    return tuple({value: {r: 1} for value in chunks[r]} for r in ranks), (everything,) * num_ranks
+
+
+def count_chunks(actions: Iterable[Iterable[Action]]) -> int:
+    """Count the chunks that the tensor is divided into: one more than the highest `chunk` that is sent or received.
+
+    Raises:
+        ProgramError: an action that is no transfer, since a collective has no other; a chunk that is never transferred.
+    """
+    first_transfer: dict[int, str] = {}  # chunk -> its first transfer
+    for rank, row in enumerate(actions):
+        for step, action in enumerate(row):
+            if not isinstance(action, (Send, Recv)):
+                raise ProgramError(f"rank {rank} step {step}: {action} is no transfer, and a collective has nothing else")
+            if action.value.name == "chunk" and action.value.index:
+                first_transfer.setdefault(action.value.index[0], f"rank {rank} step {step}: {action}")
+    gap = next(c for c in count() if c not in first_transfer)
+    if first_transfer and max(first_transfer) > gap:
+        raise ProgramError(f"{first_transfer[max(first_transfer)]} transfers a chunk, but chunk({gap}) is missing; chunks have no gaps")
+    return max(1, len(first_transfer))
+
+
+def _chunk_value(index: int) -> Value:
+    return Value("chunk", (index,))

@@ -19,8 +19,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise.capture.fakes import DispatchMode, FakeMode, fake_mode, silence_fake_tensor_log
+from shardwise.capture.fakes import DispatchMode, FakeMode, fake_mode, silence_fake_tensor_log, written_arguments
 from shardwise.capture.fx_reader import spec_of
+from shardwise.capture.nesting import map_tensors, tensors_in
 from shardwise.errors import format_error
 from shardwise.model.graph import Arg, Operator, Ref, Word
 from shardwise.model.graph import Tensor as Spec
@@ -141,30 +142,6 @@ class _DispatchRecorder(DispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """Return the same nest with its tensors replaced, in order."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, list | tuple):
-        items = [replace_tensors(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: replace_tensors(item, tensors) for key, item in value.items()}
-    return value
-
-
 def infer_shard_semantics(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[ArgumentSpec]
 ) -> ShardSemantics:
@@ -236,7 +213,7 @@ def _record_run(func: Any, args: Any, kwargs: Any, shapes: Sequence[Sequence[int
     with torch.no_grad(), _shared_fake_mode(), silence_fake_tensor_log():
         fake_inputs = [torch.empty(tuple(shape), dtype=spec.dtype) for shape, spec in zip(shapes, inputs, strict=True)]
         fake_iterator = iter(fake_inputs)
-        args, kwargs = replace_tensors(args, fake_iterator), replace_tensors(kwargs, fake_iterator)
+        args, kwargs = map_tensors((args, kwargs), lambda _: next(fake_iterator))
         try:
             with recorder:
                 result = func(*args, **kwargs)
@@ -269,9 +246,8 @@ class _RecordedOperator:
         return list(tensors_in(self.out))
 
     def written_tensors(self) -> list[Tensor]:
-        arguments = self.op._schema.arguments
-        named = {a.name: v for a, v in zip(arguments, self.args, strict=False)} | self.kwargs
-        return [x for a in arguments if a.alias_info is not None and a.alias_info.is_write for x in tensors_in(named.get(a.name))]
+        named = {a.name: v for a, v in zip(self.op._schema.arguments, self.args, strict=False)} | self.kwargs
+        return [x for _, name in written_arguments(self.op) for x in tensors_in(named.get(name))]
 
 
 def _expand_foreach(call: _DispatchedCall) -> Iterator[_RecordedOperator]:
@@ -472,6 +448,4 @@ __all__ = [
     "ShardSemantics",
     "infer_shard_semantics",
     "local_shape_of",
-    "replace_tensors",
-    "tensors_in",
 ]

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from shardwise.capture.nesting import map_tensors, tensors_in
 from shardwise.errors import UsageError
 from shardwise.lower.redistribute import redistribute
 from shardwise.plan.ir.placement import D, R, Shard
@@ -164,9 +165,9 @@ def _call_on_shards(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
                 for x, cuts, sums in zip(tensors, semantics.input_shards, semantics.input_reductions, strict=True)
             ]
             fed = iter(tensors)
-            args, kwargs = shard_semantics.replace_tensors(args, fed), shard_semantics.replace_tensors(kwargs, fed)
+            args, kwargs = map_tensors((args, kwargs), lambda _: next(fed))
         result = func(*args, **kwargs)
-        outputs = [result] if isinstance(result, Tensor) else list(shard_semantics.tensors_in(result))
+        outputs = [result] if isinstance(result, Tensor) else list(tensors_in(result))
         if len(outputs) != len(semantics.results):
             raise AssertionError(f"{name} gives {len(outputs)} tensors, and was to give {len(semantics.results)}")
         inputs = {id(x) for x in tensors}  # an input changed in place is returned itself
@@ -174,7 +175,8 @@ def _call_on_shards(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[st
         results = [
             x if id(x) in inputs else _wrap_result(x, spec, full.name, groups) for x, spec in zip(outputs, semantics.results, strict=True)
         ]
-        return results[0] if isinstance(result, Tensor) else shard_semantics.replace_tensors(result, iter(results))
+        left = iter(results)
+        return map_tensors(result, lambda _: next(left))
 
 
 def _first_sharded(tensors: Iterable[Tensor]) -> ShardedTensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from math import log10
 
-from shardwise.plan.ir.bars import draw_bars
 from shardwise.plan.ir.grid import GRID_AXES as GRID
+from shardwise.plan.ir.notebook_html import draw_bars
 from shardwise.run.verify.sharded_shares import SharesByAxis
 
 _WORDS = {"input_gradients": "input gradients"}

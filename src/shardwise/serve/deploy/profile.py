@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from shardwise.capture.capture import capture
 from shardwise.capture.fakes import DispatchMode
 from shardwise.capture.initialization import DeferredInit
 from shardwise.capture.modes import evaluation_modes, in_modes
+from shardwise.capture.nesting import tensors_in
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.operators.operators import OperatorPricer
 from shardwise.errors import ConfigError, ModelError, UsageError
@@ -278,9 +279,9 @@ class _LiveBytesCounter(DispatchMode):  # type: ignore[no-untyped-call]
         self._counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {t.untyped_storage().data_ptr() for t in _iter_tensors((args, kwargs))}
+        inputs = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for t in _iter_tensors(result):
+        for t in tensors_in(result):
             self._count(t.untyped_storage(), inputs)
         return result
 
@@ -307,14 +308,3 @@ def peak_live_bytes(run: Callable[[], object]) -> int:
     with _LiveBytesCounter() as alive:
         run()
     return int(alive.peak_bytes)
-
-
-def _iter_tensors(item: Any) -> Iterator[torch.Tensor]:
-    if isinstance(item, torch.Tensor):
-        yield item
-    elif isinstance(item, Mapping):
-        for value in item.values():
-            yield from _iter_tensors(value)
-    elif isinstance(item, tuple | list):
-        for value in item:
-            yield from _iter_tensors(value)

@@ -7,9 +7,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.cluster import toml
 from shardwise.errors import ConfigError
-from shardwise.plan.ir.toml_text import quote_key, quote_string
+from shardwise.plan.ir.toml_text import parse_document, quote_key, quote_string
 
 Latency = Mapping[str, Mapping[int, float]]
 
@@ -29,7 +28,7 @@ def with_profile(
     Raises:
         ConfigError: a file whose format cannot be edited.
     """
-    wanted = toml.parse(text, where)
+    wanted = parse_document(text, where)
     for (op, variant), (latency, size, memory) in variants.items():
         table = wanted["operator"][op]["variant"][variant]
         written = {w: {str(b): _round_seconds(s) for b, s in by_batch.items()} for w, by_batch in latency.items()}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.cluster import toml
 from shardwise.errors import ConfigError
-from shardwise.plan.ir.toml_text import quote_key, quote_string
+from shardwise.plan.ir.toml_text import parse_document, quote_key, quote_string
 from shardwise.serve.placement.assignment_milp import Demand, ServicePlan, VariantChoice, WorkerShare
 
 KIND = "shardwise serve plan"
@@ -51,7 +50,7 @@ def parse_service_plan(text: str, where: str = "plan") -> tuple[ServicePlan, str
     Raises:
         ConfigError: no such file, or an incomplete one.
     """
-    data = toml.parse(text, where)
+    data = parse_document(text, where)
     if data.get("kind") != KIND:
         raise ConfigError(
             f"{where} is no plan of a workflow: it has no kind = {KIND!r}; `shardwise serve plan WORKFLOW.toml -o` writes one"

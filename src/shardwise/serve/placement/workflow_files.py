@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.cluster import toml
 from shardwise.errors import ConfigError, UsageError, did_you_mean
+from shardwise.plan.ir.toml_text import check_keys, parse_document, read_user_file
 from shardwise.serve.placement.workflow import (
     Accuracy,
     Batches,
@@ -33,8 +33,8 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
         UsageError: no such file. ConfigError: not TOML, an unknown key, a value of another type.
     """
     where = str(path)
-    data = toml.parse(toml.read(path, "workflow"), where)
-    toml.check_keys(where, data, {"name", "rate", "source", "operator", "accuracy", "measure", "worker", "link"})
+    data = parse_document(read_user_file(path, "workflow"), where)
+    check_keys(where, data, {"name", "rate", "source", "operator", "accuracy", "measure", "worker", "link"})
     sources = tuple(
         RequestSource(name, _parse_number(at, row, "output_bytes"), _parse_number(at, row, "share", 1.0), _parse_integer(at, row, "tier"))
         for name, at, row in _tables_at(where, data, "source", {"output_bytes", "share", "tier"})
@@ -42,7 +42,7 @@ def read_workflow(path: str | Path) -> tuple[Workflow, Machines | None, float]:
     operators = tuple(_parse_operator(name, at, row) for name, at, row in _tables_at(where, data, "operator", {"inputs", "variant"}))
     accuracy = _parse_accuracy(f"{where} [accuracy]", _table_at(where, data, "accuracy"))
     row = _table_at(where, data, "measure")
-    toml.check_keys(f"{where} [measure]", row, {"labelled", "score"})
+    check_keys(f"{where} [measure]", row, {"labelled", "score"})
     measure = Measure(*(_parse_text(f"{where} [measure]", row, key, "") for key in ("labelled", "score")))
     name, folder = _parse_text(where, data, "name", Path(path).stem), str(Path(path).resolve().parent)
     workflow = Workflow(name, sources, operators, accuracy, measure, folder)
@@ -67,8 +67,8 @@ def read_workflow_and_machines(path: Path, cluster: Path | None = None) -> tuple
 
 def read_machines(path: str | Path) -> Machines:
     """Read workers and links from a separate file. Raises as `read_workflow`."""
-    data = toml.parse(toml.read(path, "file of workers"), str(path))
-    toml.check_keys(str(path), data, {"name", "worker", "link"})
+    data = parse_document(read_user_file(path, "file of workers"), str(path))
+    check_keys(str(path), data, {"name", "worker", "link"})
     return _parse_machines(str(path), data)
 
 
@@ -91,7 +91,7 @@ def _parse_machines(where: str, data: Table) -> Machines:
     places = {*(w.name for w in workers), *(str(w.tier) for w in workers), *_table_at(where, data, "source"), "0"}
     links = []
     for row in rows:
-        toml.check_keys(at, row, {"from", "to", "price_per_gib", "latency_s", "bandwidth_bytes_per_s"})
+        check_keys(at, row, {"from", "to", "price_per_gib", "latency_s", "bandwidth_bytes_per_s"})
         ends = [row.get(end) for end in ("from", "to")]
         for end in ends:
             if isinstance(end, bool) or not isinstance(end, str | int) or str(end) not in places:
@@ -143,7 +143,7 @@ def _parse_batches(where: str, value: Any) -> Batches:
 
 
 def _parse_accuracy(where: str, row: Table) -> Accuracy:
-    toml.check_keys(where, row, {"operators", "table", "base"})
+    check_keys(where, row, {"operators", "table", "base"})
     operators, table = row.get("operators", []), row.get("table", [])
     if not isinstance(operators, list) or not isinstance(table, list) or not all(isinstance(name, str) for name in operators):
         raise ConfigError(f'{where}: operators is a list of names and table a list of rows, ["small", "large", 71.5]')
@@ -168,7 +168,7 @@ def _tables_at(where: str, data: Table, key: str, keys: set[str]) -> list[tuple[
     for _, at, row in tables:
         if not isinstance(row, dict):
             raise ConfigError(f"{at} is {row!r}; it is a table")
-        toml.check_keys(at, row, keys)
+        check_keys(at, row, keys)
     return tables
 
 

@@ -1,8 +1,11 @@
 """Activation memory of a layout that does not fit: find the cheapest set of layers to offload or recompute so that it fits, by the prices.
 
-Offloading is free while copies overlap the stage's compute (`devices/copies`); recomputing costs a forward. Stages on different ranks do
+Offloading is free while copies overlap the stage's compute (`HostCopies`); recomputing costs a forward. Stages on different ranks do
 not share memory, so the fastest choice of each rank is the fastest of all. No choice takes less than `added_time_lower_bound_s`. Not
 modelled: stages that are on several ranks.
+
+Where layers are recomputed several at a time (segments), the fewest are found by bisection over whole segments, since a stage's memory
+falls with each that is recomputed but the first; the result is checked against the prices.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.copies import HOST_SLOWS
+from shardwise.cost.devices.devices import HOST_SLOWS
 from shardwise.cost.memory.memory import MARGIN, StageMemory
 from shardwise.cost.stages.stage import StageCost, combine_stage_memory, memory_by_moment
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.heterogeneous import stage_device_memory, stage_pricer
 from shardwise.cost.step_time.timing import PricedLayout, balanced_sites, price
 from shardwise.errors import Infeasible, LayoutError
-from shardwise.plan.ir.ranges import escape_name, shorten_names
+from shardwise.plan.ir.ranges import escape_name, shorten_names, write_counts
 from shardwise.plan.layout import Layout
 from shardwise.plan.residency import LayerChoice
 from shardwise.schedules import Schedule, schedule_of
@@ -272,3 +275,40 @@ def describe_layer_choices(pricer: Pricer, layout: Layout, sites: Sequence[str])
         return f"{next(iter(stages_by_words))}{', in every stage' if layout.num_stages > 1 else ''}"
     numbers = {words: ", ".join(shorten_names(map(str, stages))) for words, stages in stages_by_words.items()}
     return "; ".join(f"stage{'s' if len(stages) > 1 else ''} {numbers[words]}: {words}" for words, stages in stages_by_words.items())
+
+
+def with_fewest_recomputed_segments(pricer: Pricer, layout: Layout) -> PricedLayout | None:
+    """Return `layout` with fewer layers recomputed, priced; None where all must be, and where not even all fit."""
+    if schedule_of(layout).has_replicas or layout.num_stages > layout.pipeline:
+        return None
+    try:
+        sites = balanced_sites(pricer, layout) if layout.num_stages > 1 else ()
+        counts = [_min_recomputed_layers(pricer, layout, sites, stage) for stage in range(layout.num_stages)]
+        lengths = None if None in counts else [count or 0 for count in counts]
+        if lengths is None or not any(lengths) or lengths == [_num_layers(pricer, layout, sites, s) for s in range(layout.num_stages)]:
+            return None
+        return price(pricer, replace(layout, recompute=f"full:{write_counts(lengths if len(set(lengths)) > 1 else lengths[:1])}"), sites)
+    except (Infeasible, LayoutError):
+        return None
+
+
+def _num_layers(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int) -> int:
+    return len(stage_pricer(pricer, layout, stage).layer_costs(layout, sites, stage))
+
+
+def _min_recomputed_layers(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int) -> int | None:
+    """Return how many layers of a stage are recomputed at the least; None where it does not fit with all of them."""
+    have, layers = stage_device_memory(pricer, layout, stage), _num_layers(pricer, layout, sites, stage)
+    counts: list[int] = [*range(0, layers, layout.segment), layers]
+
+    def fits(count: int) -> bool:
+        candidate = replace(layout, recompute=f"full:{count}") if count else replace(layout, recompute="none", segment=1)
+        return pricer.stage_memories(candidate, sites, (stage,))[0].alone.total <= have
+
+    if not fits(layers):
+        return None
+    low, high = -1, len(counts) - 1  # tried[high] fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(counts[middle]) else (middle, high)
+    return counts[high]

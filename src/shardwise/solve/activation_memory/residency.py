@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.copies import HostCopies
+from shardwise.cost.devices.devices import HostCopies
 from shardwise.cost.stages.base import NO_UNLAYERED_COST, LayerCost, UnlayeredCost
 from shardwise.errors import Infeasible
 from shardwise.units import format_bytes

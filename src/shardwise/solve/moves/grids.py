@@ -5,6 +5,9 @@ AxoNN has them (Singh et al. SC'24). To search them with everything else would m
 a few meshes are tried; a layout whose time without the collectives of its tensor ranks is no better than the best is skipped. Of
 grids larger than a node, where a line is never best, a model of compute and bytes like AxoNN's selects those worth a search.
 
+Also leading pipelines with each replica's stages on adjacent ranks (`neighbours=pipeline`), instead of its replicas. Sends between stages
+then cross a node's network ports less often, and gradient reductions cross them once for each stage of a node instead of once: it pays
+where activations outweigh weights (large images, boundaries of small microbatches), as for GEMS (Jain et al., SC'20).
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from shardwise.cluster.cluster import Cluster
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble
 from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.ir.axis import BRANCH, PIPELINE
 from shardwise.plan.ir.grid import grids_of, parse_grid
 from shardwise.plan.layout import Layout
 from shardwise.solve.bounds import base_lower_bound_s, check_base_state_fits, collective_fraction, layout_lower_bound_s
 from shardwise.solve.space import MAX_MICROBATCHES, Constraint, SearchSpace, admitted_rank_counts, divisors_of
 
+MAX_ADJACENT_LAYOUTS = 4  # layouts with stages on adjacent ranks
 MIN_TENSOR_RANKS, MAX_LAYOUTS, MAX_GRIDS = 4, 2, 6  # tensor ranks at least; layouts, and grids of each, at most
 MAX_MULTI_NODE_MESHES = 2  # meshes with tensor ranks on several nodes
 
@@ -136,3 +142,21 @@ def _product_elements(pricer: Pricer) -> float:
 def _with_mesh_constraints(space: SearchSpace, base: Layout) -> SearchSpace:
     fixed = (Constraint(key, "=", getattr(base, key)) for key in ("data", "tensor", "pipeline", "grid"))
     return replace(space, constraints=(*space.constraints, *fixed), context_sizes=(), spatial_words=(), branch_sizes=())
+
+
+def with_adjacent_stages(cluster: Cluster, priced: Iterable[PricedLayout], cannot_win: Callable[[Layout, float], bool]) -> Iterator[Layout]:
+    """Yield the leading layouts for which it may pay, each mesh once.
+
+    `cannot_win`: whether a layout of at least so many seconds cannot be the best.
+    """
+    visited: set[tuple[tuple[str, int], ...]] = set()
+    for candidate in sorted(priced, key=lambda p: p.prediction.step_time_s):
+        layout = candidate.layout
+        is_eligible = layout.neighbours == BRANCH and layout.branch == 1 and min(layout.pipeline, layout.data) > 1 and not layout.inner
+        if not is_eligible or cluster.parts or layout.replica_ranks >= cluster.node_size or layout.num_ranks <= cluster.node_size:
+            continue
+        sends_s = dict(candidate.prediction.parts).get("pipeline", 0.0)
+        if layout.axes in visited or len(visited) == MAX_ADJACENT_LAYOUTS or cannot_win(layout, candidate.prediction.step_time_s - sends_s):
+            continue
+        visited.add(layout.axes)
+        yield replace(layout, neighbours=PIPELINE)

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.capture.nesting import with_sample_count
+from shardwise.capture.nesting import map_tensors, with_sample_count
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import check_equal_shares, microbatch_sizes
 from shardwise.run.rank_agreement import check_batch_agrees
-from shardwise.train.data.sources import Batch, batch_size, map_tensors, take_rows
+from shardwise.train.data.sources import Batch, batch_size, take_rows
 from shardwise.world.world import World
 
 _NUM_PREFETCHED = 2

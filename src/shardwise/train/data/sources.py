@@ -6,13 +6,14 @@ Shapes: B samples a batch, S tokens a sample. Not modelled: mixtures of several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from shardwise.capture.nesting import map_tensors, tensors_in
 from shardwise.errors import ConfigError
 from shardwise.train.data.reading.token_files import FileTokens, Tokens
 from shardwise.train.data.sample_order import Numbers, OrderedSource, SampleOrder
@@ -117,34 +118,6 @@ class SyntheticSource:
         return take_rows(self.batch, rows)
 
 
-def map_tensors(batch: Batch, fn: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Apply `fn` to every tensor in tuples, lists and dicts; everything else stays."""
-    match batch:
-        case torch.Tensor():
-            return fn(batch)
-        case dict():
-            return {key: map_tensors(value, fn) for key, value in batch.items()}
-        case tuple() if hasattr(batch, "_fields"):
-            return type(batch)(*(map_tensors(value, fn) for value in batch))
-        case tuple() | list():
-            return type(batch)(map_tensors(value, fn) for value in batch)
-        case _:
-            return batch
-
-
-def iter_tensors(batch: Batch) -> Iterator[torch.Tensor]:
-    """Yield the tensors in tuples, lists and dicts, in order."""
-    match batch:
-        case torch.Tensor():
-            yield batch
-        case dict():
-            for value in batch.values():
-                yield from iter_tensors(value)
-        case tuple() | list():
-            for value in batch:
-                yield from iter_tensors(value)
-
-
 def batch_entries(batch: Batch) -> list[tuple[Any, Any]]:
     """Return (name or position, value) of a dict, a tuple or a list; nothing for a single tensor."""
     return list(batch.items() if isinstance(batch, dict) else enumerate(batch)) if isinstance(batch, dict | tuple | list) else []
@@ -165,7 +138,7 @@ def batch_size(batch: Batch) -> int:
     Raises:
         ConfigError: no such tensor.
     """
-    for x in iter_tensors(batch):
+    for x in tensors_in(batch):
         if x.dim():
             return x.shape[0]
     raise ConfigError("the batch holds no tensor with samples in dimension 0; give a tensor, or a tuple or dict of them")

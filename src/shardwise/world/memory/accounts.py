@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import POINTER, c_int, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -200,7 +201,7 @@ def accounts_of(device: torch.device, limit: float = 0.0) -> Accounts:
     """
     if device.type == "cuda":
         return CudaAccounts(device, limit)
-    library = load_allocator() if device.type == "cpu" else f"{device.type} is not counted"
+    library = load_memory_library() if device.type == "cpu" else f"{device.type} is not counted"
     if not isinstance(library, str):
         return HostAccounts(library, limit)
     if limit:
@@ -221,15 +222,14 @@ _SIGNATURES = {
 }
 
 
-def load_allocator(cache: Path | None = None, compiler: str = "c++") -> ctypes.CDLL | str:
+def load_memory_library(cache: Path | None = None, compiler: str = "c++") -> ctypes.CDLL | str:
     """Return the library, installed in this process, or the reason why there is none."""
     home = Path(torch.__file__).parent
     links = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-lc10"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags, key = ("-O2", "-std=c++20", "-fPIC", "-shared", abi, f"-I{home / 'include'}"), torch.__version__
-    library = load_library(
-        lambda: build_library("memory", [SOURCE], SOURCE, flags, compiler, cache, linker_arguments=links, key=key), _SIGNATURES
-    )
-    if isinstance(library, str):
+    flags = ("-O2", "-std=c++20", "-fPIC", "-shared", abi, f"-I{home / 'include'}")
+    build = partial(build_library, "memory", [SOURCE], SOURCE, flags, compiler, cache, linker_arguments=links, key=torch.__version__)
+    library = load_library(build, _SIGNATURES)
+    if isinstance(library, str) or library.shardwise_memory_install():
         return library
-    return library if library.shardwise_memory_install() else "torch's allocator of the host cannot be wrapped"
+    return "torch's allocator of the host cannot be wrapped"

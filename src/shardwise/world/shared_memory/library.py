@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_double, c_int, c_int64, c_uint64, c_void_p
+from functools import partial
 from pathlib import Path
 
 from shardwise.world.native_build import build_library, load_library
@@ -52,4 +53,4 @@ _SIGNATURES = {
 def load(cache: Path | None = None, compiler: str = "cc") -> ctypes.CDLL | str:
     """Return the library, or the reason why there is none. `cache`: folder of compiled files (default: the user's cache folder)."""
     sources = sorted(SOURCE.glob("*.[ch]"))
-    return load_library(lambda: build_library("shared-memory", sources, SOURCE / "shardwise.c", FLAGS, compiler, cache), _SIGNATURES)
+    return load_library(partial(build_library, "shared-memory", sources, SOURCE / "shardwise.c", FLAGS, compiler, cache), _SIGNATURES)
