@@ -31,13 +31,13 @@ from shardwise.capture.fakes import DATA_DEPENDENT_ERRORS, Fake
 from shardwise.capture.fx_reader import UnsupportedAliasing
 from shardwise.capture.initialization.factory_losses import loss_of
 from shardwise.capture.module_state import ModuleState, changed_attributes, set_state, state_of, tensors_in_state
-from shardwise.capture.nesting import batch_size_of, named_leaves, replace_leaves
+from shardwise.capture.nesting import batch_size_of, named_leaves, replace_leaves, tensors_of
 from shardwise.capture.patches.patch import Trace
 from shardwise.capture.patching import patched_for_call, patched_for_export, rewrite_program
 from shardwise.errors import ModelError
 from shardwise.model.dataflow import required_operators
 from shardwise.model.gc_pause import gc_paused
-from shardwise.model.graph import Arg, Graph, Ref
+from shardwise.model.graph import Arg, Graph, Operator, Ref
 from shardwise.ops import is_random, writes_in_place
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -190,7 +190,7 @@ def _candidate_batched_inputs(batch: Any, size: int) -> Iterator[frozenset[str]]
     and is tried with subsets left at their size.
     """
     samples = batch_size_of(batch)
-    batched = [path for path, leaf in named_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == samples]
+    batched = [path for path, x in tensors_of(batch).items() if x.dim() and x.shape[0] == samples]
     yield frozenset(batched)
     if size != samples:
         subsets = (chosen for n in range(1, len(batched)) for chosen in combinations(batched[1:], n))
@@ -270,24 +270,25 @@ def _canonical_form(graph: Graph) -> tuple[object, ...]:
     def number(value: str) -> int:
         return numbers.setdefault(value, len(numbers))
 
-    def arg(a: Arg) -> object:
-        return ("value", number(a.value)) if isinstance(a, Ref) else tuple(map(arg, a)) if isinstance(a, tuple) else (type(a), a)
-
     variables = [(v.name, number(v.value)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)]
     constants = [number(v.value) for v in graph.constants]
-    operators = [
-        (op.target, arg(op.args), [(k, arg(a)) for k, a in op.kwargs], [(number(v), graph.tensors[v]) for v in op.outputs], op.autocast)
-        for op in graph.operators
-    ]
+    operators = [(*_call_key(op, number), [(number(v), graph.tensors[v]) for v in op.outputs]) for op in graph.operators]
     return variables, constants, operators, number(graph.loss), [*map(number, graph.outputs)]
+
+
+def _call_key(op: Operator, number: Callable[[str], int]) -> tuple[object, ...]:
+    """Return a hashable key of a call, with `number(value)` in place of each value that it reads."""
+
+    def key(a: Arg) -> object:
+        return ("value", number(a.value)) if isinstance(a, Ref) else tuple(map(key, a)) if isinstance(a, tuple) else (type(a), a)
+
+    return op.target, key(op.args), tuple((name, key(a)) for name, a in op.kwargs), op.autocast
 
 
 def _export_to_graph(step: _ModelWithLoss, batch: Any, batched: frozenset[str], size: int, fake_mode: Any) -> CapturedGraph:
     with fake_mode if fake_mode is not None else contextlib.nullcontext():
         tensors = tuple(
-            torch.empty((size, *leaf.shape[1:]) if path in batched else tuple(leaf.shape), dtype=leaf.dtype)
-            for path, leaf in named_leaves(batch)
-            if isinstance(leaf, torch.Tensor)
+            torch.empty((size, *x.shape[1:]) if path in batched else tuple(x.shape), dtype=x.dtype) for path, x in tensors_of(batch).items()
         )
     with patched_for_export():
         try:
@@ -389,13 +390,8 @@ class _ValueNumbering:
         numbers = {v.value: self.number_of_constant(constants[v.value]) for v in graph.constants}
         numbers |= {v.value: self.number_of(("given", v.name)) for v in (*graph.parameters, *graph.buffers, *graph.inputs)}
         effects: list[int] = []
-
-        def arg_key(a: Arg) -> object:
-            return ("value", numbers[a.value]) if isinstance(a, Ref) else tuple(map(arg_key, a)) if isinstance(a, tuple) else (type(a), a)
-
         for op in graph.operators:
-            kwargs = tuple((key, arg_key(a)) for key, a in op.kwargs)
-            key: object = (op.target, arg_key(op.args), kwargs, tuple(graph.tensors[v] for v in op.outputs), op.autocast)
+            key: object = (*_call_key(op, numbers.__getitem__), *(graph.tensors[v] for v in op.outputs))
             if is_random(op) or writes_in_place(op):
                 key = (key, "effect", len(effects))
                 effects.append(self.number_of(key))

@@ -1,9 +1,8 @@
 """Dropless mixture of experts (MoE): dispatch sorts rows by expert, a grouped matmul, and combine, as operators in plain torch.
 
 `shardwise.to_experts` (dispatch), `shardwise.of_experts` (grouped matmul) and `shardwise.from_experts` (combine) work in every dtype, and
-cost T experts a
-token. The number of rows of an expert depends on data; the total is M = N x T. Under expert parallelism a rank dispatches only to its own
-experts. A capacity limit is left out.
+cost T experts a token. The number of rows of an expert depends on data; the total is M = N x T. Under expert parallelism a rank dispatches
+only to its own experts. A capacity limit is left out.
 
 Shape letters: N tokens, T experts of a token, M rows, E experts, D model, I inputs, O outputs.
 """

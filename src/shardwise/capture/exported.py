@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.capture.autograd_functions import TraceRecord, function_of
 from shardwise.capture.functional import StorageAliasing, functionalize_operators
 from shardwise.capture.fx_reader import FxGraphReader, UnsupportedAliasing, operator_exists, spec_of
-from shardwise.capture.nesting import named_leaves
+from shardwise.capture.nesting import tensors_of
 from shardwise.capture.patching import rewrite_graph
 from shardwise.errors import ModelError
 from shardwise.model.dataflow import required_operators
@@ -99,7 +99,7 @@ class ProgramReader:
         """Return the inputs of the program, and register them with the reader."""
         names = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        paths = iter([path for path, leaf in named_leaves(self.batch) if isinstance(leaf, torch.Tensor)])
+        paths = iter(tensors_of(self.batch))
         aliases: dict[str, list[str]] = {}
         for name, first in first_names.items():
             if first != name:
@@ -123,8 +123,7 @@ class ProgramReader:
                     reader.renames[node.name] = table[first].value
                     continue
                 table[first] = Variable(node.name, first, tensor, tuple(aliases.get(first, ())), first in trainable)
-            reader.tensors[node.name] = tensor
-            reader.record_storage(node.name, node.meta.get("val"))
+            reader.add_value(node.name, node.meta.get("val"))
         return variables
 
     def _read_operators(self, reader: FxGraphReader, variables: _ProgramInputs) -> tuple[list[Operator], list[str]]:

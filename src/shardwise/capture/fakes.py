@@ -1,11 +1,12 @@
 """The only adapter to torch's fake tensors (shape, dtype and device "cpu", but no memory), tracing, dispatcher and pytrees.
 
 Private names of torch, and names that not every version has, are listed here once. `for_real()` is a block without fake tensors and
-tracing. Fake tensors of other devices are not supported.
+tracing, and `fake_copy` copies a module onto fake tensors. Fake tensors of other devices are not supported.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import _decomp, _subclasses
+from torch import _decomp, _subclasses, nn
 from torch._decomp import decompositions
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
@@ -27,39 +28,21 @@ from torch.fx import config as fx_config
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as for_real
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shardwise.capture.nesting import named_leaves
+from shardwise.errors import ModelError
+
 __all__ = [
-    "DATA_DEPENDENT_ERRORS",
-    "DETECT_CAUSAL_MASK",
-    "DEVICE_INIT",
-    "FAKE_TENSOR_ERRORS",
-    "LSTM_LAYER",
-    "MODULE_APPLY",
-    "NAMES",
-    "NO_STACK_TRACES",
-    "TORCH_ASSERT",
-    "VALIDATE_ARGS",
-    "DispatchMode",
-    "Fake",
-    "FakeMode",
-    "HostFakeMode",
-    "assume_in_trace",
-    "clear_fake_tensor_memo",
-    "decompositions",
-    "fake_mode",
-    "for_real",
-    "fx_config",
-    "patched_attribute",
-    "silence_fake_tensor_log",
-    "transformer",
-    "tree_flatten",
-    "tree_map",
-    "written_arguments",
-]
+    "DATA_DEPENDENT_ERRORS", "DETECT_CAUSAL_MASK", "DEVICE_INIT", "FAKE_TENSOR_ERRORS", "LSTM_LAYER", "MODULE_APPLY", "NAMES",
+    "NO_STACK_TRACES", "TORCH_ASSERT", "VALIDATE_ARGS", "DispatchMode", "Fake", "FakeMode", "HostFakeMode", "assume_in_trace",
+    "clear_fake_tensor_memo", "decompositions", "fake_copy", "fake_mode", "for_real", "fx_config", "patched_attribute",
+    "silence_fake_tensor_log", "transformer", "tree_flatten", "tree_map", "written_arguments",
+]  # fmt: skip
 
 TORCH_ASSERT = torch._assert  # used by models to check values that a trace does not have
 # (owner, attribute) of every private name used here, for the test.
@@ -157,3 +140,55 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return positions and names of the arguments that an operator writes, by its schema."""
     arguments = func._schema.arguments if hasattr(func, "_schema") else ()
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:
+    """Return a deep copy of the module on fake CPU tensors of `fake_mode`. The module is not changed and its data not copied.
+
+    Tied tensors stay tied; tensors that share storage without being the same object are separate in the copy.
+    `originals` is filled with the real tensor by `id` of each fake one, plain attributes included: a trace needs them as constants.
+
+    Raises:
+        ModelError: something else in the module cannot be copied.
+    """
+    twins = _FakeCopies(fake_mode, {} if originals is None else originals)
+    memo: dict[int, Any] = {id(t): twins.fake_of(t) for t in (*module.parameters(), *module.buffers())}
+    # A generator is not copied, since its state is a real tensor; a trace refuses draws from it.
+    memo.update({id(g): g for part in module.modules() for _, g in named_leaves(dict(vars(part))) if isinstance(g, torch.Generator)})
+    try:
+        with twins:
+            return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        name = type(module).__name__
+        raise ModelError(f"{name} cannot be copied for tracing: {error}; make its attributes copyable, or keep them out of it") from error
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Makes copies of tensors that are no parameters or buffers fake, too."""
+
+    def __init__(self, fake_mode: FakeMode, originals: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.fake_mode, self.originals = fake_mode, originals
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor for a real one."""
+        if tensor.layout != torch.strided:
+            raise ModelError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot be traced; make it dense")
+        with self.fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+        fake.requires_grad_(tensor.requires_grad)
+        self.originals[id(fake)] = tensor
+        return fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handle one call of torch's Python interface."""
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self.fake_of(tensor)
+            return memo[id(tensor)]
+        if func is torch.Tensor.clone and not isinstance(args[0], Fake):  # a parameter in a list is copied by a clone of its data
+            return self.fake_of(args[0])
+        return func(*args, **(kwargs or {}))

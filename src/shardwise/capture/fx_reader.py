@@ -72,8 +72,9 @@ class FxGraphReader:
         self._tuples: dict[str, tuple[str, ...]] = {}
         self._storage_by_value: dict[str, torch.UntypedStorage] = {}
 
-    def record_storage(self, name: str, value: Any) -> None:
-        """Record the storage of a value."""
+    def add_value(self, name: str, value: Any) -> None:
+        """Add a value, with its storage."""
+        self.tensors[name] = spec_of(value)
         if isinstance(value, torch.Tensor):
             self._storage_by_value[name] = value.untyped_storage()
 
@@ -119,8 +120,7 @@ class FxGraphReader:
         full = prefix + node.name
         outputs = tuple(f"{full}.{i}" for i in range(len(value))) if multiple else (full,)
         for output, item in zip(outputs, value if multiple else (value,), strict=True):
-            self.tensors[output] = spec_of(item)
-            self.record_storage(output, item)
+            self.add_value(output, item)
         if multiple:
             self._tuples[full] = outputs
         op = Operator(
@@ -151,8 +151,8 @@ class FxGraphReader:
             packet, overload = name.split(".")
             view = getattr(getattr(torch.ops.aten, packet), overload)(view, *args)
             output = full if i == len(steps) - 1 else f"{full}.windows{i}"
+            self.add_value(output, value)
             self.tensors[output] = spec_of(view)
-            self.record_storage(output, value)
             self.operators.append(Operator(output, f"aten.{name}", (at, *args), (), (output,), self._site_of(node, f"aten.{name}")))
             at = Ref(output)
         return True
@@ -177,8 +177,7 @@ class FxGraphReader:
         ]
         outputs = [f"{full}.{i}" for i in range(len(does.outputs))]
         for output, item, source in zip(outputs, node.meta["val"], does.aliased_inputs, strict=True):
-            self.tensors[output] = spec_of(item)
-            self.record_storage(output, item)
+            self.add_value(output, item)
             if source >= 0:
                 self._storage_by_value[output] = self._storage_by_value[inputs[source]]
         refs = tuple(Ref(v) for v in read)

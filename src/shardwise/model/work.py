@@ -32,9 +32,8 @@ class OperatorWork:
     `extra_bytes`: tensors that backward needs and that are no value of the graph (masks, logarithms of softmax). `weight_bytes`: of a
     product's operands that are the same for every sample, once per step of a recurrence (filled in by callers that know the batch
     dimensions). `scores`: of attention, and `channels`: per group of a convolution in narrow groups (filled in by callers that know the
-    ranks). `steps`: of a recurrence that run serially, as many small operators. `window_taps` and `backward_taps`: window entries read
-    one by one,
-    in additions of one number. `cast_bytes` and `backward_cast_bytes`: read and written by casts of operands and of their gradients.
+    ranks). `steps`: of a recurrence that run serially, as many small operators. `taps` and `backward_taps`: window entries read one by
+    one, in additions of one number. `cast_bytes` and `backward_cast_bytes`: read and written by casts of operands and of their gradients.
     """
 
     kind: str

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from shardwise.capture.initialization import DeferredInit, fake_copy, materialize_shards, take_real_shards
+from shardwise.capture.fakes import fake_copy
+from shardwise.capture.initialization import DeferredInit, materialize_shards, take_real_shards
 from shardwise.capture.initialization.operator_log import bounds_of
 from shardwise.errors import ModelError
 

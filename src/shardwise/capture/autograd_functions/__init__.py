@@ -27,16 +27,9 @@ from shardwise.model.work import kind_of, operator_bytes, operator_flops
 from shardwise.ops import Rule, is_random
 
 __all__ = [
-    "FUNCTION_BASE",
-    "FunctionCall",
-    "TraceRecord",
-    "apply_recorded",
-    "apply_unrecorded",
-    "call_of",
-    "check_sharded_function",
-    "function_of",
-    "recording_calls",
-]
+    "FUNCTION_BASE", "FunctionCall", "TraceRecord", "apply_recorded", "apply_unrecorded", "call_of", "check_sharded_function",
+    "function_of", "recording_calls",
+]  # fmt: skip
 
 Specs = tuple[Tensor, ...]
 
@@ -55,7 +48,7 @@ def function_of(
 
 
 def _analyse_call(call: FunctionCall, specs: Specs) -> tuple[Function, JointGraph]:
-    learns = tuple(t.is_float or t.dtype.startswith("complex") for t in specs)
+    learns = tuple(t.is_differentiable for t in specs)
     traced = trace_joint_graph(call, specs, learns)
     reached = tuple(gradient is not None for gradient in traced.gradients)
     if reached != learns:  # inputs that get no gradient must not require one

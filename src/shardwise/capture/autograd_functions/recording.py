@@ -1,9 +1,8 @@
 """Record calls of a user's `torch.autograd.Function` as one operator of the trace, in place of the operators of its forward.
 
 `apply` becomes a `FunctionCall`, and the operator `shardwise::function` in the trace, which has its number. `torch.export` alone would
-trace and
-differentiate the operators of forward, and lose the user's backward. Tensors inside of lists or dicts, to which autograd gives no gradient,
-are refused.
+trace and differentiate the operators of forward, and lose the user's backward. Tensors inside of lists or dicts, to which autograd gives no
+gradient, are refused.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from shardwise.capture.fakes import DATA_DEPENDENT_ERRORS, FAKE_TENSOR_ERRORS, t
 from shardwise.errors import ModelError
 from shardwise.model.graph import Slot
 
-FUNCTION_BASE: Any = torch.autograd.Function.__mro__[
-    1
-]  # the owner of `apply` of every function, also if a module saved it under another name
+# The owner of `apply` of every function, also if a module saved it under another name.
+FUNCTION_BASE: Any = torch.autograd.Function.__mro__[1]
 _LITERALS = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.device, type(None))
 
 

@@ -113,8 +113,9 @@ def _read_joint_graph(call: FunctionCall, module: Any, num_inputs: int, seeded: 
             literals[node.name] = _literal_value(getattr(module, node.target))
         if node.op in ("placeholder", "get_attr"):
             value = node.meta.get("val")
-            reader.tensors[node.name] = spec_of(value if value is not None else getattr(module, node.target))
-            reader.record_storage(node.name, value)
+            reader.add_value(node.name, value)
+            if value is None:
+                reader.tensors[node.name] = spec_of(getattr(module, node.target))
     results = next(node.args[0] for node in module.graph.nodes if node.op == "output")
     num_outputs = len(seeded)
     seeds = [node.name for node in placeholders[num_inputs:]]

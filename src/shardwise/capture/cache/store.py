@@ -1,8 +1,7 @@
 """The cache folder of captures: bytes by key, with an integrity check and eviction of the least recently used files.
 
 A file begins with the digest of its content. The total is bounded by `MAX_BYTES`. `SHARDWISE_CACHE` names another folder, or is `off`.
-Ranks
-that write the same file at the same time write equal bytes to different temporary names, and rename them.
+Ranks that write the same file at the same time write equal bytes to different temporary names, and rename them.
 """
 
 from __future__ import annotations

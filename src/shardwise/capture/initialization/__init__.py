@@ -3,16 +3,8 @@
 from shardwise.capture.initialization.deferred import DeferredInit, deferred_model
 from shardwise.capture.initialization.factory_losses import FactoryLosses, loss_of, materialize_loss
 from shardwise.capture.initialization.materialize import materialize_module, materialize_shards, take_real_shards
-from shardwise.capture.initialization.twin import fake_copy
 
 __all__ = [
-    "DeferredInit",
-    "FactoryLosses",
-    "deferred_model",
-    "fake_copy",
-    "loss_of",
-    "materialize_loss",
-    "materialize_module",
-    "materialize_shards",
+    "DeferredInit", "FactoryLosses", "deferred_model", "loss_of", "materialize_loss", "materialize_module", "materialize_shards",
     "take_real_shards",
 ]  # fmt: skip

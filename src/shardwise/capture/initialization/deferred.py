@@ -94,14 +94,7 @@ class DeferredInit:
 
     def _outermost_modules(self) -> tuple[nn.Module, ...]:
         alive = [m for m in (ref() for ref in self._modules_by_id.values()) if m is not None]
-        inner: set[int] = set()
-        for module in alive:
-            stack = list(module.children())
-            while stack:
-                child = stack.pop()
-                if id(child) not in inner:
-                    inner.add(id(child))
-                    stack.extend(child.children())
+        inner = {id(part) for module in alive for child in module.children() for part in child.modules()}
         return tuple(m for m in alive if id(m) not in inner)
 
 

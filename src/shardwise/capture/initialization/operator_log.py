@@ -31,19 +31,8 @@ from shardwise.errors import ModelError, UsageError
 
 BUILD_OUTSIDE = "build the model outside the block and pass it to shardwise.parallelize"
 # Operators that write their first argument in full without reading it.
-_FULL_OVERWRITES = {
-    "fill_",
-    "zero_",
-    "copy_",
-    "normal_",
-    "uniform_",
-    "random_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-    "bernoulli_",
-}
+_FULL_OVERWRITES = {"fill_", "zero_", "copy_"}
+_FULL_OVERWRITES |= {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
 # Operators that read the shape of their tensor arguments only.
 _SHAPE_ONLY = {f"{new}_like" for new in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
 _SHAPE_ONLY |= {f"new_{new}" for new in ("empty", "empty_strided", "zeros", "ones", "full")}

@@ -112,9 +112,8 @@ class Sharding:
         placements: Mapping[str, Placement] | None = None,
         coordinates: Mapping[str, int] | None = None,
     ) -> tuple[int, ...]:
-        """Return the local shape of a value of global `local_shape`, in its own or in the given placements; `at`: the rank's coordinate
-        along
-        each axis, by default a rank with the largest shard."""
+        """Return the local shape of a value of global `local_shape`, in its own or in the given placements; `coordinates`: the rank's
+        coordinate along each axis, by default a rank with the largest shard."""
         local = list(shape)
         for axis, form in (self.placements[value] if placements is None else placements).items():
             if is_sharded(form):

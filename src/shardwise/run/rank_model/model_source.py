@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardwise.capture.cache import cached_capture
 from shardwise.capture.capture import CapturedGraph, Loss, capture
-from shardwise.capture.fakes import fake_mode
-from shardwise.capture.initialization import DeferredInit, fake_copy, loss_of, materialize_loss, materialize_shards, take_real_shards
+from shardwise.capture.fakes import fake_copy, fake_mode
+from shardwise.capture.initialization import DeferredInit, loss_of, materialize_loss, materialize_shards, take_real_shards
 from shardwise.capture.modes import Modes, in_modes, training_modes
 from shardwise.capture.unsupported_models import refuse_hooks, refuse_scripts
 from shardwise.errors import LayoutError
