@@ -193,8 +193,9 @@ class Plans:
         from shardwise.plan.layout import Layout
         from shardwise.plan.plan_file import format_plan
         from shardwise.run.rank_model.model_source import ModelSource
+        from shardwise.solve.constraints import parse_constraints
         from shardwise.solve.search import search
-        from shardwise.solve.space import iterate_layouts, parse_constraints
+        from shardwise.solve.space import iterate_layouts
         from shardwise.zoo.resolve import resolve
 
         limits = LIMITS.format(max(1, cluster.num_devices // count))

@@ -18,7 +18,8 @@ from shardwise.plan.ir.compression import Compression
 from shardwise.plan.ir.custom_schedule import actions_of, is_schedule_file
 from shardwise.plan.ir.grid import normalize_grid
 from shardwise.plan.ir.schedule_sizes import CHUNKED
-from shardwise.plan.layout import CHOICES, KEYS, Layout, refuse_word
+from shardwise.plan.layout import KEYS, Layout
+from shardwise.plan.layout_words import CHOICES, refuse_word
 from shardwise.plan.plan import Plan
 from shardwise.plan.residency import Residency, refuse_segment
 from shardwise.plan.unequal_ranks import parse_inner

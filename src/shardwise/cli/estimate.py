@@ -82,7 +82,7 @@ def show_estimate(
 ) -> None:
     """Show time and cost of training a pricing context's model; arguments as of the verb, without `batch` a usual one."""
     from shardwise.report.economy import work_unit  # here: the command starts fast
-    from shardwise.solve.space import parse_constraints
+    from shardwise.solve.constraints import parse_constraints
 
     parse_constraints(" ".join(constrain))  # contradictory constraints are an error, not a model that does not fit
     machines, unit = first.cluster, work_unit(first.graph)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from operator import attrgetter
 
 from shardwise.errors import LayoutError, did_you_mean
 from shardwise.plan.compatibility import (
     INNER_WITH,
-    SPLIT_BY_LENGTH,
     SPLIT_FIXED,
     refuse_combinations,
     refuse_incompatible,
@@ -20,20 +18,17 @@ from shardwise.plan.compatibility import (
     server_ranks,
 )
 from shardwise.plan.ir.axis import (  # fmt: skip
-    ATTENTION,
     BRANCH,
     CHANNEL,
     DATA,
     EXPERT,
     PIPELINE,
-    attention_kind,
     normalize_attention,
     parse_spatial,
     sample_axes,
     spatial_ranks,
 )
 from shardwise.plan.ir.choice import AUTO, refuse_all_reduce
-from shardwise.plan.ir.choice import NAMES as ALL_REDUCE
 from shardwise.plan.ir.compression import Compression, refuse_compression, refuse_scaled_compression
 from shardwise.plan.ir.custom_schedule import (
     actions_of,
@@ -45,35 +40,14 @@ from shardwise.plan.ir.custom_schedule import (
 )
 from shardwise.plan.ir.grid import axes_of, normalize_grid
 from shardwise.plan.ir.mesh import Mesh
-from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.ir.program import Program
 from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
-from shardwise.plan.residency import Residency, refuse_segment, strip_layers
+from shardwise.plan.layout_words import CHOICES, KEY_ALIASES, refuse_words
+from shardwise.plan.residency import Residency, refuse_segment
 from shardwise.plan.unequal_ranks import StageSizes, first_ranks_of_stages, format_shares, parse_inner, parse_shares
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
-    "sequence_parallel": ("off", "on"),
-    "sample_parallel": ("off", "on"),
-    "recompute": ("none", "selective", "full"),
-    "offload": ("none", "activations", "optimizer", "all"),
-    "precision": tuple(PRECISIONS),
-    "all_reduce": (AUTO, *ALL_REDUCE),
-    "lend": (AUTO, "off", "on"),
-    "batch_norm": ("exact", "local"),
-    "attention": ATTENTION,
-    "neighbours": ("branch", "data", "pipeline"),
-    "compile": ("off", "on"),
-    "split": (SPLIT_FIXED, SPLIT_BY_LENGTH),
-}
 _choice_values = attrgetter(*(key for key in CHOICES if key != "schedule"))
 COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment")
-# Names of keys in other programs.
-KEY_ALIASES = {
-    "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
-    "ep": "expert", "cp": "context", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches",
-    "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,26 +465,3 @@ DEFAULTS = {one.name: one.default for one in fields(Layout)}
 def _raise_if_refused(reason: str) -> None:
     if reason:
         raise LayoutError(reason)
-
-
-@cache
-def refuse_words(words: tuple[str, ...]) -> str:
-    """Return why one of the `words` for the keys of `CHOICES`, in their order, is invalid; empty where none is. Cached, since a search
-    builds thousands of layouts of the same few words.
-
-    >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off", "fixed"))
-    'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, float16, float8, float64'
-    """
-    return next((reason for key, word in zip(CHOICES, words, strict=True) if (reason := refuse_word(key, word))), "")
-
-
-def refuse_word(key: str, word: str) -> str:
-    """Return why a word is invalid for a key of `CHOICES`; empty where it is valid.
-
-    >>> refuse_word("sequence_parallel", "om")
-    'sequence_parallel=om is unknown (did you mean on?); use one of off, on'
-    """
-    value, values = attention_kind(word) if key == "attention" else strip_layers(key, word), CHOICES[key]
-    if value in values:
-        return ""
-    return f"{key}={value} is unknown{did_you_mean(value, values)}; use one of {', '.join(values)}"

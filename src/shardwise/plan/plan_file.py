@@ -23,7 +23,8 @@ from shardwise.plan.ir.custom_schedule import actions_of
 from shardwise.plan.ir.grid import GRID_AXES, TENSOR
 from shardwise.plan.ir.patterns import expand_sites, shorten_sites
 from shardwise.plan.ir.toml_text import parse_toml, quote_key, quote_string
-from shardwise.plan.layout import CHOICES, Layout
+from shardwise.plan.layout import Layout
+from shardwise.plan.layout_words import CHOICES
 from shardwise.plan.plan import FORMAT_VERSION, LayoutCandidate, MemoryBreakdown, Plan, Prediction
 
 KIND = "shardwise plan"
@@ -290,13 +291,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     top.finish()
     words = {one.name: layout.take(one.name, str(one.type), one.default) for one in _FIELDS}
     layout.finish()
-    files = {name: schedules.take(name, "str") for name in schedules.data}
-    for name in files:
-        if name != words["schedule"]:
-            chosen = quote_string(words["schedule"])
-            raise schedules.error(
-                name, f"[schedules] has {quote_string(name)}, and [layout] schedule = {chosen}; set that, or remove the table"
-            )
+    files = _read_schedule_files(schedules, words["schedule"])
     for axis in sharded.data:
         if axis not in SHARD_AXES:
             raise sharded.error(axis, f"[shards.{axis}] names no axis that cuts parameters; known: {', '.join(SHARD_AXES)}")
@@ -313,6 +308,16 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
         return Plan(layout=Layout(**words, actions=actions_of(words["schedule"], files)), **values)
     except ShardwiseError as error:
         raise type(error)(f"{source}: {error}") from None
+
+
+def _read_schedule_files(table: _PlanTable, schedule: str) -> dict[str, str]:
+    """Return the texts of files of actions by name: none but that of the layout's `schedule`."""
+    files = {name: table.take(name, "str") for name in table.data}
+    for name in files:
+        if name != schedule:
+            chosen = f"[layout] schedule = {quote_string(schedule)}"
+            raise table.error(name, f"[schedules] has {quote_string(name)}, and {chosen}; set that, or remove the table")
+    return files
 
 
 class _PlanTable:

@@ -73,9 +73,7 @@ def makespan_s(
     arrived: dict[tuple[int, int, int], float] = {}  # (from stage, to stage, microbatch) -> when
     waiting: dict[tuple[int, int, int], int] = {}
     free: dict[tuple[int, int], float] = {}
-    clock = [0.0] * len(rows)
-    at = [0] * len(rows)
-    end = 0.0
+    clock, at, end = [0.0] * len(rows), [0] * len(rows), 0.0
     ready = deque(range(len(rows)))
     while ready:
         rank = ready.popleft()

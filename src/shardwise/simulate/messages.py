@@ -89,8 +89,7 @@ def deliver_messages(
     arrived: dict[_MessageValues, deque[float]] = defaultdict(deque)
     free: dict[Hashable, float] = defaultdict(float)
     waiting: dict[_MessageValues, int] = {}
-    last = [0.0] * program.num_ranks
-    sent, received = [0.0] * program.num_ranks, [0.0] * program.num_ranks
+    last, sent, received = ([0.0] * program.num_ranks for _ in range(3))
     delivered: list[TimedMessage] = []
     events: list[tuple[float, int, _MessageValues]] = []
     count = 0
@@ -137,8 +136,7 @@ def deliver_messages(
         if batch in waiting:
             run(waiting.pop(batch))
     for rank, row in enumerate(rows):
-        if at[rank] < len(row):
-            batch, _ = row[at[rank]]
+        for batch, _ in row[at[rank] :]:
             raise ProgramError(f"{program.name}: rank {rank} waits for {batch.values[0]} of rank {batch.source}, which never comes")
     return Traffic(max([m.ended_s for m in delivered] + last, default=0.0), tuple(delivered), tuple(sent), tuple(received))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from shardwise.cost.step import Pricer, combine_stage_memory
+from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.heterogeneous import balance_shares, stage_device_memory
 from shardwise.cost.step_time.lending import may_lend
 from shardwise.cost.step_time.timing import (
@@ -29,7 +29,7 @@ from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.ir.axis import PIPELINE
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import LayoutCandidate
-from shardwise.plan.residency import RECOMPUTE_KINDS, strip_layers
+from shardwise.plan.residency import strip_layers
 from shardwise.schedules import schedule_of
 from shardwise.solve.activation_memory.choose import added_time_lower_bound_s, price_with_activation_memory, with_fewest_recomputed_segments
 from shardwise.solve.activation_memory.residency import KEEP, OFFLOAD, RECOMPUTE
@@ -37,13 +37,13 @@ from shardwise.solve.bounds import (
     base_lower_bound_s,
     check_base_state_fits,
     check_state_fits,
-    largest_device_memory,
-    largest_tensor_memory,
     layout_lower_bound_s,
     state_bytes_lower_bound,
     wait_factor,
 )
 from shardwise.solve.checks import check_layers, check_layout, check_priced
+from shardwise.solve.constraints import Constraint
+from shardwise.solve.memory_options import MemoryOptionTable, dominates, first_rank_bytes, with_memory_options, with_segment_of_one
 from shardwise.solve.moves.grids import (
     arrange_in_grids,
     multi_node_grid_spaces,
@@ -54,16 +54,14 @@ from shardwise.solve.moves.grids import (
 from shardwise.solve.moves.submeshes import submesh_bases
 from shardwise.solve.reasons import num_differences
 from shardwise.solve.score import objective_value, score_plan
-from shardwise.solve.space import Constraint, SearchSpace, smaller_rank_counts
+from shardwise.solve.space import SearchSpace, smaller_rank_counts
 
 MAX_PROMISING_BASES, MAX_FIRST_BASES = 16, 2  # bases that look promising, and those of them that are priced first
 MAX_SEGMENT_LAYOUTS = 2  # layouts with segments of which fewer layers are recomputed
 MAX_MEMORY_TRIALS = 24  # layouts that fit by recomputing or offloading all layers, for which fewer are tried
 # Smaller numbers of ranks that are tried, where FLOPs alone take at most that fraction of the best step.
 MAX_RANK_COUNTS, MAX_IDEAL_FRACTION = 6, 0.95
-FIRST_STAGE_TOLERANCE = 1.2  # of the memory: need of the first balanced stage up to which other stages could still fit
 INFINITE = float("inf")
-MemoryOptions = tuple[int, str, str, int]  # ZeRO stage, recomputation, offload, segment
 # Keys of bases.
 COMPARED_KEYS = (
     "data", "branch", "neighbours", "tensor", "context", "spatial", "pipeline", "microbatches", "precision", "sequence_parallel",
@@ -87,8 +85,9 @@ class BranchAndBound:
     _all_bases: list[tuple[tuple[float, ...], int, Layout, bool]] = field(default_factory=list)
     _num_queued: int = 0
     _best_value: tuple[float, ...] = ()
-    _memory_bounds_s: dict[tuple[Layout, bool], dict[MemoryOptions, float]] = field(default_factory=dict)
-    _fitting_options: dict[Layout, dict[MemoryOptions, Layout]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._memory_options = MemoryOptionTable(self.pricer, self.space, tries_all=self.objective == "memory")
 
     def run(self) -> None:
         """Price bases in the order of their bounds until none can beat the best; then smaller jobs and multi-node grids that may."""
@@ -141,7 +140,7 @@ class BranchAndBound:
             heapq.heappop(self._frontier)
             if (base, interleaved) in expanded:
                 continue
-            savings = self._memory_option_bounds(base, interleaved)
+            savings = self._memory_options.lower_bounds_s(base, interleaved)
             bounds[base, interleaved] = min(savings.values(), default=INFINITE)  # infinite: nothing makes it fit
             best_bound = min((self._objective_bound(base, seconds) for seconds in savings.values()), default=None)
             if best_bound is not None and best_bound > bound_score:
@@ -170,7 +169,7 @@ class BranchAndBound:
             for choice, (key, kinds) in keys_of_choice.items()
         }
         bases: dict[tuple[Layout, bool, int, str], None] = {}
-        for (base, interleaved), savings in self._memory_bounds_s.items():
+        for (base, interleaved), savings in self._memory_options.bounds_s.items():
             for zero, recompute, offload, _ in savings:
                 if recompute in admitted[RECOMPUTE] or offload in admitted[OFFLOAD]:
                     bases[base, interleaved, zero, "optimizer" if offload in ("optimizer", "all") else "none"] = None
@@ -205,7 +204,7 @@ class BranchAndBound:
         by_time = sorted(
             (p for p in self.timed_layouts if p.layout.segment > 1 and not p.layout.inner), key=lambda p: p.prediction.step_time_s
         )
-        for base in list(dict.fromkeys(_with_segment_of_one(p.layout) for p in by_time))[:MAX_SEGMENT_LAYOUTS]:
+        for base in list(dict.fromkeys(with_segment_of_one(p.layout) for p in by_time))[:MAX_SEGMENT_LAYOUTS]:
             bound_s = layout_lower_bound_s(self.pricer, replace(base, recompute="none"), not has_fill_drain_bubble(base))
             for segment in self.space.segments("full", base.offload) if not self._cannot_win(base, bound_s) else ():
                 priced = with_fewest_recomputed_segments(self.pricer, replace(base, segment=segment)) if segment > 1 else None
@@ -220,7 +219,7 @@ class BranchAndBound:
         if may_lend(pricer.cluster, layout):
             return 0.0
         try:
-            sites = balanced_sites(pricer, layout) if layout.num_stages > 1 else ()
+            sites = balanced_sites(pricer, layout)
             trips = stage_trips_lower_bound_s(pricer, layout, with_recompute=False)
         except Infeasible:
             return INFINITE
@@ -293,7 +292,7 @@ class BranchAndBound:
             likely.setdefault((base.data, base.branch, base.tensor, base.pipeline, base.context, base.spatial, base.inner), item)
         promising = []
         for item in list(likely.values())[:MAX_PROMISING_BASES]:
-            savings = self._memory_option_bounds(item[2], item[3])
+            savings = self._memory_options.lower_bounds_s(item[2], item[3])
             if savings:
                 fill_factor = 1 + 0.5 * (item[2].pipeline - 1) / item[2].microbatches
                 promising.append((fill_factor * min(savings.values()), item[1], item[2], item[3]))
@@ -323,8 +322,9 @@ class BranchAndBound:
         schedule = next(self.space.schedules(base), None)
         if schedule is None:
             return False
-        options = sorted(self._memory_options(base), key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
-        return any(self._price_layout(_with_memory_options(schedule, saving), must_simulate=True) is not None for saving in options[:3])
+        fitting = self._memory_options.fitting_layouts(base)
+        options = sorted(fitting, key=lambda t: (t[2] != "none", t[1] == "full", t[1] != "none", t[3], abs(t[0] - 1)))
+        return any(self._price_layout(with_memory_options(schedule, saving), must_simulate=True) is not None for saving in options[:3])
 
     def _objective_bound(self, base: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
@@ -337,25 +337,12 @@ class BranchAndBound:
             )
         return (objective_value(base, seconds, self.pricer.cluster, self.objective),)
 
-    def _memory_option_bounds(self, base: Layout, is_interleaved: bool) -> dict[MemoryOptions, float]:
-        """Return every memory option under which the base may fit, with a lower bound in seconds: the same for any segment."""
-        key = (base, is_interleaved)
-        if key not in self._memory_bounds_s:
-            seconds: dict[Layout, float] = {}
-            for option in map(_with_segment_of_one, self._memory_options(base).values()):
-                if option not in seconds:
-                    seconds[option] = layout_lower_bound_s(self.pricer, option, is_interleaved)
-            self._memory_bounds_s[key] = {
-                options: seconds[_with_segment_of_one(option)] for options, option in self._memory_options(base).items()
-            }
-        return self._memory_bounds_s[key]
-
     def _expand(self, base: Layout, is_interleaved: bool) -> float:
         """Price the variants of a base, those that cost more only where what costs less does not fit.
 
         Returns: lower bound in seconds of the variants that may fit; infinite where none does.
         """
-        savings = self._memory_option_bounds(base, is_interleaved)
+        savings = self._memory_options.lower_bounds_s(base, is_interleaved)
         lowest = INFINITE
         for schedule in self.space.schedules(base):
             if has_fill_drain_bubble(schedule) is is_interleaved:
@@ -371,8 +358,8 @@ class BranchAndBound:
                         bounds[with_recompute] = self._schedule_bound_s(schedule, with_recompute)
                     bound_s = max(bound_s, bounds[with_recompute])
                 if not self._cannot_win(base, bound_s):
-                    candidate = _with_memory_options(schedule, options)
-                    if self.objective != "memory" and any(_dominates(other, candidate) for other in fitting):
+                    candidate = with_memory_options(schedule, options)
+                    if self.objective != "memory" and any(dominates(other, candidate) for other in fitting):
                         continue
                     step_s = self._price_layout(candidate)
                     if step_s is None:
@@ -382,45 +369,17 @@ class BranchAndBound:
                 lowest = min(lowest, bound_s)
         return lowest
 
+    def _lending_factor(self, layout: Layout) -> float:
+        """Return the least fraction of the work that is left where waiting ranks may lend their cores; 0 where they may not."""
+        return wait_factor(self.pricer, layout, ignores_fill=True) if may_lend(self.pricer.cluster, layout) else 0.0
+
     def _schedule_bound_s(self, schedule: Layout, with_recompute: bool) -> float:
         """Return a lower bound with the balanced stages of one schedule, with full recomputation or without."""
         try:
-            lending_factor = wait_factor(self.pricer, schedule, ignores_fill=True) if may_lend(self.pricer.cluster, schedule) else 0.0
-            return pipeline_lower_bound_s(schedule, stage_trips_lower_bound_s(self.pricer, schedule, with_recompute), lending_factor)
+            trips = stage_trips_lower_bound_s(self.pricer, schedule, with_recompute)
+            return pipeline_lower_bound_s(schedule, trips, self._lending_factor(schedule))
         except Infeasible:
             return 0.0
-
-    def _memory_options(self, base: Layout) -> dict[MemoryOptions, Layout]:
-        """Return the memory options under which the base may fit, with the layout: under which the first stage of 1F1B nearly does, or the
-        first rank of a schedule of one stage a rank that a constraint names, which may need less. GPipe holds as many microbatches or more,
-        and chunks (p - 1)/v more. Without a pipeline segments are tried only where single layers do not fit, since they take as long.
-        """
-        if base not in self._fitting_options:
-            pricer, layouts = self.pricer, {}
-            available, tensor_bytes = largest_device_memory(pricer, base), largest_tensor_memory(pricer, base)
-            try:
-                sites = balanced_sites(pricer, base) if base.pipeline > 1 else ()  # the same for all
-                fitting: set[Layout] = set()
-                named = [s for s in self.space.schedules(base) if s.chunks == 1 and self.space.is_requested("schedule", s.schedule)]
-                for option in self.space.memory_options(base):
-                    if state_bytes_lower_bound(pricer, option) > tensor_bytes or (
-                        option.segment > 1 and _with_segment_of_one(option) in fitting
-                    ):
-                        continue
-                    needed = self._first_rank_bytes(replace(option, schedule=named[0].schedule) if named else option, sites)
-                    if needed <= available and base.pipeline == 1 and self.objective != "memory":
-                        fitting.add(_with_segment_of_one(option))
-                    if needed <= FIRST_STAGE_TOLERANCE * available:
-                        layouts[option.zero, option.recompute, option.offload, option.segment] = option
-            except (Infeasible, LayoutError):  # the model has too few places for so many stages
-                pass
-            self._fitting_options[base] = layouts
-        return self._fitting_options[base]
-
-    def _first_rank_bytes(self, layout: Layout, sites: Sequence[str]) -> float:
-        """Bytes that the first rank of a pipeline holds."""
-        schedule = schedule_of(layout)
-        return combine_stage_memory(self.pricer.stage_memories(layout, sites, schedule.stages_of[0]), schedule, 0).total
 
     def _price_layout(self, layout: Layout, must_simulate: bool = False) -> float | None:
         """Price a layout, and simulate it where it may be the best (or `must_simulate`).
@@ -432,11 +391,11 @@ class BranchAndBound:
         try:
             check_layout(layout, cluster, pricer.batch_size)
             check_state_fits(pricer, layout)
-            sites = balanced_sites(pricer, layout) if layout.num_stages > 1 else ()
+            sites = balanced_sites(pricer, layout)
             schedule = schedule_of(layout)
-            stages, needed = schedule.stages_of[0], self._first_rank_bytes(layout, sites)
+            stages, needed = schedule.stages_of[0], first_rank_bytes(pricer, layout, sites)
             is_too_large = needed > available and (layout.pipeline == 1 or layout.schedule != "1f1b")
-            lending_factor = wait_factor(pricer, layout, ignores_fill=True) if may_lend(cluster, layout) else 0.0
+            lending_factor = self._lending_factor(layout)
             if not (is_too_large or must_simulate or lending_factor or self.best is None):
                 costs = zip(stages, pricer.stages(layout, sites, only=stages), strict=True)
                 floor = layout.microbatches * sum(schedule.shares[0][s] * (c.forward_s + c.backward_s) for s, c in costs)
@@ -468,7 +427,7 @@ class BranchAndBound:
         """Simulate a priced layout where it may be the best (or `must_simulate`); return a lower bound of its seconds."""
         pricer, layout = self.pricer, priced.layout
         if not must_simulate:
-            lending_factor = wait_factor(pricer, layout, ignores_fill=True) if may_lend(pricer.cluster, layout) else 0.0
+            lending_factor = self._lending_factor(layout)
             trips = [(c.forward_s, c.forward_s + c.backward_s) for c in priced.costs]
             lowest = pricer.predict(layout, priced.costs, (), pipeline_lower_bound_s(layout, trips, lending_factor)).step_time_s
             if self._cannot_win(layout, lowest):
@@ -514,23 +473,3 @@ class BranchAndBound:
 
     def _refuse(self, layout: Layout, priced: PricedLayout | None, reason: str) -> None:
         self.refused_candidates.append(LayoutCandidate(layout, None if priced is None else priced.prediction, reason))
-
-
-def _with_memory_options(layout: Layout, options: MemoryOptions) -> Layout:
-    zero, recompute, offload, segment = options
-    return replace(layout, zero=zero, recompute=recompute, offload=offload, segment=segment)
-
-
-def _with_segment_of_one(layout: Layout) -> Layout:
-    """Return the layout with layers recomputed one at a time."""
-    return replace(layout, segment=1) if layout.segment > 1 else layout
-
-
-def _dominates(other: Layout, layout: Layout) -> bool:
-    """Return whether `layout` only saves memory where `other` does not, at no less time: it recomputes more, or offloads activations.
-
-    ZeRO stages and an optimizer on the host may each be the faster, so none of them dominates another.
-    """
-    at_least_offloaded = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
-    recomputes_more = RECOMPUTE_KINDS.index(other.residency.recompute.kind) <= RECOMPUTE_KINDS.index(layout.residency.recompute.kind)
-    return recomputes_more and layout.offload in at_least_offloaded and other.zero == layout.zero

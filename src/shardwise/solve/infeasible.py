@@ -21,7 +21,8 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import LayoutCandidate
 from shardwise.solve.axis_candidates import context_candidates, spatial_candidates
 from shardwise.solve.bounds import check_state_fits, state_bytes_lower_bound
-from shardwise.solve.space import Constraint, SearchSpace, parse_constraints
+from shardwise.solve.constraints import Constraint, parse_constraints
+from shardwise.solve.space import SearchSpace
 from shardwise.units import format_bytes
 
 MAX_BASES = 4  # bases that each try prices

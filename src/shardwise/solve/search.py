@@ -47,11 +47,12 @@ from shardwise.solve.axis_candidates import (
 from shardwise.solve.bounds import layout_lower_bound_s
 from shardwise.solve.branch_and_bound import BranchAndBound
 from shardwise.solve.checks import check_layers, check_layout, check_priced, num_blocks, num_experts
+from shardwise.solve.constraints import Constraint, constraints_for_samples, parse_constraints
 from shardwise.solve.infeasible import infeasible_error
 from shardwise.solve.moves.all_reduce_choice import choose_gradient_all_reduce, explain_all_reduce
 from shardwise.solve.reasons import explain_choices, num_differences, select_shown
 from shardwise.solve.score import OBJECTIVES, least_synchronized, score_plan
-from shardwise.solve.space import Constraint, SearchSpace, constraints_for_samples, parse_constraints
+from shardwise.solve.space import SearchSpace
 from shardwise.units import format_seconds
 
 __all__ = [

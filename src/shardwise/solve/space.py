@@ -1,7 +1,6 @@
 """Search space: every legal layout of a batch on a cluster that constraints admit, or `Infeasible` naming what leaves none.
 
-A constraint is `key<=8`, `<`, `=`, `!=`, `>=` or `>` with a key of the layout, or `ranks`; `tensor=2x4` says how many tensor ranks there
-are and how they are arranged, which a count leaves open. On CPUs any number of ranks is tried, each with its share of the cores or fewer;
+On CPUs any number of ranks is tried, each with its share of the cores or fewer;
 on GPUs all devices are used, or as many as the batch lets, where it does not divide.
 
 Each layout is there once, in one form: no sequence parallelism without tensor ranks, no ZeRO without replicas, no schedule without a
@@ -14,144 +13,32 @@ constraint names them.
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
 
 from shardwise.cluster.cluster import Cluster
-from shardwise.errors import Infeasible, LayoutError, UsageError, did_you_mean
+from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.compatibility import COMPILE_WITH, INNER_WITH, STALE_WITH
-from shardwise.plan.ir.axis import ATTENTION, BRANCH, DATA, PIPELINE, parse_spatial, spatial_ranks
+from shardwise.plan.ir.axis import ATTENTION, BRANCH, DATA, PIPELINE, spatial_ranks
 from shardwise.plan.ir.choice import AUTO
-from shardwise.plan.ir.compression import Compression
-from shardwise.plan.ir.custom_schedule import is_schedule_file
-from shardwise.plan.ir.grid import normalize_grid, parse_grid
+from shardwise.plan.ir.grid import parse_grid
 from shardwise.plan.ir.precision import PRECISIONS as KNOWN
 from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
-from shardwise.plan.layout import CHOICES, Layout, refuse_word
-from shardwise.plan.residency import LAYER_WORDS, LayerChoice, strip_layers
+from shardwise.plan.layout import Layout
+from shardwise.plan.layout_words import CHOICES
+from shardwise.plan.residency import LAYER_WORDS, strip_layers
 from shardwise.schedules import schedule_of
 from shardwise.solve.axis_candidates import is_valid_attention, ulysses_ring_candidates
+from shardwise.solve.constraints import Constraint
 
 MAX_MICROBATCHES = 512
 MAX_CHUNKS = 8
 MAX_LAYER_IMBALANCE = 1.1  # layers of the largest of several stages a rank over the mean, at most
 MAX_IDLE_FRACTION = 1 / 8  # of a step, at most, that replicas with a sample less than others wait
 PRECISIONS = ("float32", "float16", "bfloat16")  # others only where a constraint names them: float64, and those that change results
-_RELATIONS: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "=": operator.eq,
-}  # fmt: skip
-_CONSTRAINT = re.compile(r"([a-z_]+)(<=|>=|!=|==|=|<|>)(\S+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """One condition on one key of the layout."""
-
-    key: str
-    relation: str
-    value: int | str
-
-    def __str__(self) -> str:
-        if self.key == "grid":
-            return f"tensor{self.relation}{self.value or 'a line'}"
-        return f"{self.key}{self.relation}{self.value}"
-
-    def admits(self, value: int | str) -> bool:
-        if isinstance(self.value, int) and isinstance(value, int):
-            return _RELATIONS[self.relation](value, self.value)
-        return (value == self.value) is (self.relation == "=")
-
-
-def constraints_for_samples(text: str, samples_note: str | None) -> tuple[Constraint, ...]:
-    """Return the constraints of `text`; also no division of the batch, where `samples_note` says that samples are not in dimension 0.
-
-    Raises:
-        UsageError, Infeasible: as `parse_constraints`.
-    """
-    parsed = parse_constraints(text)
-    if samples_note is None:
-        return parsed
-    try:
-        return parse_constraints(f"{text} data=1 microbatches=1")
-    except Infeasible as error:
-        raise Infeasible(f"{error}: {samples_note}") from error
-
-
-def parse_constraints(text: str) -> tuple[Constraint, ...]:
-    """Read `tensor<=8 pipeline=4 precision=float32`.
-
-    >>> [str(c) for c in parse_constraints("tensor<=8, pipeline=4")]
-    ['tensor<=8', 'pipeline=4']
-
-    Raises:
-        UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
-        Infeasible: constraints on one key that no value meets, by name.
-    """
-    types = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "shares", "actions")} | {"ranks": "int"}
-    constraints: list[Constraint] = []
-    for word in text.replace(",", " ").split():
-        match = _CONSTRAINT.fullmatch(word)
-        if match is None:
-            raise UsageError(f"constraint {word!r} is not KEY<=VALUE, KEY=VALUE or KEY>=VALUE; for example tensor<=8")
-        key, relation, value = match[1], match[2].replace("==", "="), match[3]
-        if key not in types:
-            raise UsageError(f"constraint {word} has the unknown key {key}{did_you_mean(key, types)}; known: {', '.join(types)}")
-        if key == "tensor" and "x" in value:
-            if relation != "=":
-                raise UsageError(f"constraint {word}: a grid has no order; use tensor={value}, or a count such as tensor<=8")
-            tensor, grid = normalize_grid(value, 1)
-            constraints += [Constraint(key, "=", tensor), Constraint("grid", "=", grid)]
-        elif types[key] == "int":
-            if not value.isdigit():
-                raise UsageError(f"constraint {word}: {key} is a whole number, for example {key}<=4")
-            constraints.append(Constraint(key, relation, int(value)))
-        else:
-            constraints.append(Constraint(key, relation, _parse_word_value(word, key, relation, value)))
-    _check_satisfiable(constraints)
-    return tuple(constraints)
-
-
-def _parse_word_value(word: str, key: str, relation: str, text: str) -> str:
-    """Return the value of a constraint `word` on a key whose values are words, in its canonical form."""
-    if relation not in ("=", "!="):
-        raise UsageError(f"constraint {word}: {key} is a word; use {key}=... or {key}!=...")
-    if key == "spatial":
-        parse_spatial(text)
-        return text
-    if key == "compress":
-        return str(Compression.parse(text))
-    if key == "schedule" and is_schedule_file(text):
-        raise UsageError(f"constraint {word}: a search orders microbatches by name; run a file of actions with --layout {word!r}")
-    if reason := refuse_word(key, text):
-        raise UsageError(f"constraint {word}: {reason}")
-    if key not in LAYER_WORDS or text in CHOICES[key]:
-        return text
-    if relation != "=":  # of some layers
-        raise UsageError(f"constraint {word}: layers are asked for, not left out; use {key}={text}, or none of {key}")
-    return str(LayerChoice.parse(key, text))
-
-
-def _check_satisfiable(constraints: Sequence[Constraint]) -> None:
-    """Raise Infeasible for constraints on one key that no value meets."""
-    for key in {c.key for c in constraints}:
-        of_key = [c for c in constraints if c.key == key]
-        values: Sequence[int | str]
-        if key in ("compress", "grid", "spatial"):
-            values = ["none", *(c.value for c in of_key)]
-        elif key in CHOICES:
-            values = [*CHOICES[key], *(c.value for c in of_key)]
-        else:
-            named = [c.value for c in of_key if isinstance(c.value, int)]
-            minimum = 0 if key in ("zero", "threads", "staleness", "servers") else 1
-            values = sorted({minimum, *(max(minimum, v + d) for v in named for d in (-1, 0, 1))})
-            values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
-        if not any(all(c.admits(v) for c in of_key) for v in values):
-            raise Infeasible(f"no {key} meets {' and '.join(str(c) for c in of_key)}; drop one of them")
 
 
 def divisors_of(number: int) -> list[int]:
@@ -245,7 +132,7 @@ class SearchSpace:
     @property
     def compress(self) -> str:
         """Compression of gradients: as a constraint names it."""
-        return next((str(c.value) for c in self.constraints if c.key == "compress" and c.relation == "="), "none")
+        return next(map(str, self._requested("compress")), "none")
 
     @property
     def grid(self) -> str | None:
@@ -267,9 +154,13 @@ class SearchSpace:
         most = max((int(c.value) for c in self.constraints if c.key == key), default=0)
         return next(k for k in range(most + 2) if self.admits(key, k))
 
+    def _requested(self, key: str) -> list[int | str]:
+        """Return the values of a key that constraints name."""
+        return [c.value for c in self.constraints if c.key == key and c.relation == "="]
+
     def is_requested(self, key: str, value: int | str) -> bool:
         """Return whether a constraint names exactly this value."""
-        return any(c.key == key and c.relation == "=" and c.value == value for c in self.constraints)
+        return value in self._requested(key)
 
     def admitted_words(self, key: str) -> tuple[str, ...]:
         """Return the admitted words of a key: those for all layers, and those for some that a constraint names."""
@@ -300,23 +191,20 @@ class SearchSpace:
                 if not self.admits("compress", self.compress):
                     continue
                 for layout in self._bases_of_mesh(mesh, precisions):
-                    try:
-                        layout = replace(
-                            layout,
-                            compress=self.compress,
-                            staleness=self.min_admitted("staleness"),
-                            lend=self.lend,
-                            batch_norm=self.batch_norm,
-                            servers=self.min_admitted("servers"),
-                            compile="on" if self.is_requested("compile", "on") else "off",
-                        )
-                    except LayoutError:  # it has no replicas, for compression or late updates
-                        continue
-                    is_fixed = True
-                    yield layout
+                    with suppress(LayoutError):  # it has no replicas, for compression or late updates
+                        base = self.with_fixed_keys(layout)
+                        is_fixed = True
+                        yield base
+
+    def with_fixed_keys(self, layout: Layout) -> Layout:
+        """Set the keys that are the same in the whole space. Raises LayoutError where the layout cannot have them."""
+        return replace(
+            layout, compress=self.compress, staleness=self.min_admitted("staleness"), lend=self.lend, batch_norm=self.batch_norm,
+            servers=self.min_admitted("servers"), compile="on" if self.is_requested("compile", "on") else "off",
+        )  # fmt: skip
 
     def _meshes(self, ranks: int) -> Iterator[Layout]:
-        named = [int(c.value) for c in self.constraints if c.key == "branch" and c.relation == "="]
+        named = [int(n) for n in self._requested("branch")]
         for branch in dict.fromkeys((1, *self.branch_sizes, *named)):
             if ranks % branch or not self.admits("branch", branch):
                 continue
@@ -333,7 +221,7 @@ class SearchSpace:
                     yield from (replace(mesh, branch=branch, neighbours=word) for word in neighbours)
 
     def _position_meshes(self, ranks: int) -> Iterator[Layout]:
-        named = [int(c.value) for c in self.constraints if c.key == "channel" and c.relation == "="]
+        named = [int(n) for n in self._requested("channel")]
         channels = [n for n in dict.fromkeys((1, *named)) if self.admits("channel", n)]  # only if named: tensor ranks shard them too
         for (context, spatial), channel in product(self._position_sharing(), channels):
             ranks_of_sample = context * spatial_ranks(spatial) * channel
@@ -347,9 +235,8 @@ class SearchSpace:
 
     def _position_sharing(self) -> Iterator[tuple[int, str]]:
         """Yield (context, spatial): for long sequences and large images, and as constraints name them."""
-        named = {key: [c.value for c in self.constraints if c.key == key and c.relation == "="] for key in ("context", "spatial")}
-        for context in dict.fromkeys((1, *self.context_sizes, *(int(n) for n in named["context"]))):
-            for spatial in dict.fromkeys(("1", *self.spatial_words, *(str(word) for word in named["spatial"]))):
+        for context in dict.fromkeys((1, *self.context_sizes, *(int(n) for n in self._requested("context")))):
+            for spatial in dict.fromkeys(("1", *self.spatial_words, *(str(word) for word in self._requested("spatial")))):
                 if self.admits("context", context) and self.admits("spatial", spatial) and (context == 1 or spatial == "1"):
                     yield context, spatial
 
@@ -357,7 +244,7 @@ class SearchSpace:
         """Return the values of `attention_words` to try for ranks that share a sequence."""
         if context == 1:
             return (AUTO,)
-        named = [str(c.value) for c in self.constraints if c.key == "attention" and c.relation == "="]
+        named = [str(word) for word in self._requested("attention")]
         searched = (
             *self.attention_words,
             *ulysses_ring_candidates(self.attention_words, context, self.num_heads // tensor, self.cluster.node_size // tensor),
@@ -392,7 +279,7 @@ class SearchSpace:
         experts = experts if is_equal else [e for e in experts if e == 1]  # which shard the samples of replicas once more
         samples_each = -(-self.batch_size // data) // mesh.branch
         # Unequal microbatches only where named: as many as divide the batch are about as good.
-        named = {int(c.value) for c in self.constraints if c.key == "microbatches" and c.relation == "="}
+        named = {int(n) for n in self._requested("microbatches")}
         for microbatches in range(1, min(self.batch_size // mesh.replicas, MAX_MICROBATCHES) + 1):
             if (samples_each % microbatches and microbatches not in named) or not self.admits("microbatches", microbatches):
                 continue
@@ -444,11 +331,15 @@ class SearchSpace:
         if base.microbatches > 1 and not has_late_updates:
             for chunks in range(2, MAX_CHUNKS + 1):
                 stages = base.pipeline * chunks
-                is_even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= MAX_LAYER_IMBALANCE * self.num_chunks
+                is_even = self._divides_layers(stages)
                 if self.admits("chunks", chunks) and (is_even or (self.is_requested("chunks", chunks) and stages <= self.num_layers)):
                     yield from (replace(base, schedule=name, chunks=chunks) for name in chunked)
         other_names = (name for name in SCHEDULES if name not in ("sequential", "gpipe", "1f1b", *CHUNKED))
         yield from (replace(base, schedule=name) for name in other_names if self._includes_schedule(name, base))
+
+    def _divides_layers(self, stages: int) -> bool:
+        """Return whether so many stages have nearly equal numbers of layers."""
+        return stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= MAX_LAYER_IMBALANCE * self.num_chunks
 
     def _includes_schedule(self, name: str, base: Layout) -> bool:
         """Return whether a schedule with a split backward, or a bidirectional one, is searched for this base.
@@ -467,8 +358,8 @@ class SearchSpace:
             return False
         if is_named:
             return stages <= self.num_layers
-        is_even = stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= MAX_LAYER_IMBALANCE * self.num_chunks
-        pays = self.cluster.kind.splits_backward and base.microbatches >= base.pipeline and (chunks == 1 or is_even)
+        divides = chunks == 1 or self._divides_layers(stages)
+        pays = self.cluster.kind.splits_backward and base.microbatches >= base.pipeline and divides
         return pays and not schedule_of(replace(base, schedule=name)).has_replicas
 
     def memory_options(self, layout: Layout) -> Iterator[Layout]:
@@ -485,7 +376,7 @@ class SearchSpace:
     def segments(self, recompute: str, offload: str) -> list[int]:
         """Return how many layers may be recomputed together: powers of two up to the root of their number, since segments of sqrt(L) of L
         equal layers save least (Chen et al. 2016), and shorter ones where layers save more than enters them; and what constraints name."""
-        named = {int(c.value) for c in self.constraints if c.key == "segment" and c.relation == "="}
+        named = {int(n) for n in self._requested("segment")}
         may_group = strip_layers("recompute", recompute) == "full" and strip_layers("offload", offload) in ("none", "optimizer")
         searched = {1 << j for j in range(1, isqrt(self.num_blocks).bit_length())}
         return [k for k in sorted({1} | (searched | named if may_group else set())) if self.admits("segment", k)]

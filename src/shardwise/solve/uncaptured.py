@@ -15,8 +15,9 @@ from shardwise.errors import Infeasible
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, check_uncaptured
 from shardwise.solve.checks import check_layout
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.moves.all_reduce_choice import choose_gradient_all_reduce
-from shardwise.solve.space import iterate_layouts, parse_constraints
+from shardwise.solve.space import iterate_layouts
 
 NO_GRAPH = "the model is no graph, in which it could be seen whether microbatches change what is trained: losses count by their samples"
 

@@ -30,8 +30,8 @@ from shardwise.plan.ir.compression import Compression
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import search
-from shardwise.solve.space import parse_constraints
 from shardwise.units import format_bytes, format_seconds
 from tests.support.gpt_graph import gpt
 

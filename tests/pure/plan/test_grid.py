@@ -28,9 +28,10 @@ from shardwise.plan.ir.placement import R, is_shard
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.moves import grids
 from shardwise.solve.search import search
-from shardwise.solve.space import SearchSpace, parse_constraints
+from shardwise.solve.space import SearchSpace
 from tests.support.gpt_graph import gpt
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)

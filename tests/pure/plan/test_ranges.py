@@ -14,8 +14,8 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import MemoryBreakdown, Plan, Prediction
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.plan.residency import LayerChoice, Residency
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import search
-from shardwise.solve.space import parse_constraints
 from tests.support.gpt_graph import gpt
 
 path = st.lists(st.sampled_from(["h", "blocks", "0-1", "a+b", "*", "01", *map(str, range(13))]), min_size=1, max_size=3).map(".".join)

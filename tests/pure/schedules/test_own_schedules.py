@@ -22,8 +22,8 @@ from shardwise.plan.plan import LayoutCandidate, Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.schedules import NAMES, build, check_custom, program_of, schedule_of
 from shardwise.simulate.memory import in_flight
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import search
-from shardwise.solve.space import parse_constraints
 from tests.support.gpt_graph import gpt
 
 GPU = Device("gpu", "gpu", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e12, 1.0, 5e-6)

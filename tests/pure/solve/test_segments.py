@@ -15,8 +15,9 @@ from shardwise.cost.step_time.balance import select_cuts
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.layout import Layout
 from shardwise.plan.residency import split_segments
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import price, search, simulate_time
-from shardwise.solve.space import SearchSpace, parse_constraints
+from shardwise.solve.space import SearchSpace
 from tests.support.gpt_graph import gpt
 
 

@@ -35,10 +35,11 @@ from shardwise.solve import branch_and_bound
 from shardwise.solve.axis_candidates import has_mixed_traffic
 from shardwise.solve.bounds import base_lower_bound_s, layout_lower_bound_s
 from shardwise.solve.checks import num_blocks, num_experts
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.infeasible import infeasible_error
 from shardwise.solve.score import least_synchronized
 from shardwise.solve.search import check_layout, price, search, simulate_time
-from shardwise.solve.space import SearchSpace, divisors_of, iterate_layouts, parse_constraints
+from shardwise.solve.space import SearchSpace, divisors_of, iterate_layouts
 from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.units import parse_bytes
 from tests.support.closed_forms import BOTH_WAYS

@@ -10,8 +10,9 @@ from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import search
-from shardwise.solve.space import SearchSpace, parse_constraints
+from shardwise.solve.space import SearchSpace
 from tests.support.gpt_graph import gpt
 
 CPU = Device("c", "cpu", (("float32", 1e11), ("bfloat16", 1e11), ("float64", 5e10)), 64e9, 20e9)

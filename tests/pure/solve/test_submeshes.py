@@ -21,9 +21,10 @@ from shardwise.plan.plan import Plan
 from shardwise.solve import bounds, branch_and_bound
 from shardwise.solve.bounds import base_lower_bound_s, layout_lower_bound_s
 from shardwise.solve.checks import check_priced
+from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.moves.submeshes import stage_width_options, submesh_bases
 from shardwise.solve.search import search
-from shardwise.solve.space import SearchSpace, parse_constraints
+from shardwise.solve.space import SearchSpace
 from tests.support.gpt_graph import gpt
 
 FAST = Device("fast", "gpu", (("float32", 4e12), ("bfloat16", 4e13)), 1e10, 4e11, 1.0, 1e-7)

@@ -22,7 +22,7 @@ from shardwise.model.sharding.sharding import ring_operands
 from shardwise.plan.layout import Layout
 from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.solve.axis_candidates import min_heads
-from shardwise.solve.space import parse_constraints
+from shardwise.solve.constraints import parse_constraints
 from shardwise.world.launch.launch import launch
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve

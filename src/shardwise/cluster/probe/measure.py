@@ -106,7 +106,7 @@ def _slowest_speeds(measured: Iterable[tuple[int, int, dict[str, float], float]]
         if ranks == 1:
             # More threads never slow a large operator down on an idle machine; if they did, something else ran.
             slowest.update({key: min(s, alone[key]) for key, s in slowest.items()})
-    return tuple(_measured_speed(*key, speeds[key]) for key in sorted(speeds))
+    return tuple(_measured_speed(ranks, threads, speeds[ranks, threads]) for ranks, threads in sorted(speeds))
 
 
 def _measured_device(name: str, kind: str, speed: Speed, memory: float, scratch: float, source: str = "measured") -> Device:

@@ -176,16 +176,20 @@ def block_work(block: ProbeBlock, sequences: int, is_cast: bool = False) -> Iter
 
     def linear(into: int, out: int, after_norm: bool = False) -> OperatorWork:
         flops, read, wrote, weight = 2.0 * into * out * tokens, into / h * x, out / h * x, 4.0 * (into * out + out)
-        moved = half * (read + wrote + weight), half * (wrote + 2 * read + 2 * weight)
         cast = 1.5 * (weight + (read if after_norm else 0.0)) * is_cast
-        return OperatorWork("linear", flops, 2 * flops, *moved, weight_bytes=4.0 * into * out, cast_bytes=cast, backward_cast_bytes=cast)
+        return OperatorWork(
+            "linear", flops, 2 * flops, bytes=half * (read + wrote + weight), backward_bytes=half * (wrote + 2 * read + 2 * weight),
+            weight_bytes=4.0 * into * out, cast_bytes=cast, backward_cast_bytes=cast,
+        )  # fmt: skip
 
     scores = 4.0 * tokens * block.sequence * h
     for _ in range(block.layers):
         yield from (OperatorWork("norm", bytes=2 * x, backward_bytes=3 * x),) * 2
         yield from (linear(h, 3 * h, after_norm=True), linear(h, h), linear(h, 4 * h, after_norm=True), linear(4 * h, h))
-        attended = half * 4 * x, half * 8 * x
-        yield OperatorWork("attention", scores, ATTENTION_BACKWARD * scores, *attended, scores=tokens * block.heads * block.sequence)
+        yield OperatorWork(
+            "attention", scores, ATTENTION_BACKWARD * scores, bytes=half * 4 * x, backward_bytes=half * 8 * x,
+            scores=tokens * block.heads * block.sequence,
+        )  # fmt: skip
         yield OperatorWork("activation", bytes=half * 8 * x, backward_bytes=half * 12 * x)
         yield from (OperatorWork("elementwise", bytes=(2 + half) * x, backward_bytes=(2 + half) * x),) * 2
         yield from (OperatorWork("view"),) * NUM_VIEWS

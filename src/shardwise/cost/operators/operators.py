@@ -221,8 +221,9 @@ class OperatorPricer:
             size = collective.size_bytes * (scale if collective.batched else 1.0) / (layout.data if collective.data_sharded else 1)
             if axis_of(collective.axis).shards_experts:
                 size *= layout.expert  # tokens of all ranks
-                if collective.experts[1]:  # a token is sent once to each rank that has any of its experts
-                    size *= expected_ranks_per_token(*collective.experts, layout.expert) / collective.experts[1]
+                experts, top = collective.experts
+                if top:  # a token is sent once to each rank that has any of its experts
+                    size *= expected_ranks_per_token(experts, top, layout.expert) / top
             # Only statistics are always float32 over samples.
             is_sent = self.collective_group(layout, collective).size > 1 and not (
                 collective.is_float32 and collective.axis in layout.local_statistics_axes

@@ -99,8 +99,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         outgoing = sum(stage_send_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
         back = sum(stage_send_s(pricer, layout, source, stage.index, values) for source, values in stage.receives)
         network += Seconds(exposed * outgoing, exposed * back)
-    layers_moved = pricer.devices.num_layers_loaded
-    scores = 0.0
+    layers_moved, scores = pricer.devices.num_layers_loaded, 0.0
     if pricer.devices.saves_scores:
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].product_dtype else 2.25)
@@ -137,10 +136,11 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
             - saved_by_later(stays)
         )
         at = [int((moments + x).argmax()) for x in costs]
-        beside = [float(min(works[i], moments[i]) + x[i]) for x, i in zip(costs, at, strict=True)]
+        full, scattered, gathered = (float(min(works[i], moments[i]) + x[i]) for x, i in zip(costs, at, strict=True))
         return replace(
             state, saved_bytes=float(stays.sum()) + each * (amounts.num_layers - float(amounts.layers_away.sum())), score_bytes=0.0,
-            transient=PeakByZeroStage(*beside), rematerialized=PeakByZeroStage(*(float(max(0.0, moments[i] - works[i])) for i in at)),
+            transient=PeakByZeroStage(full, scattered, gathered),
+            rematerialized=PeakByZeroStage(*(float(max(0.0, moments[i] - works[i])) for i in at)),
             offloaded_bytes=amounts.offloaded.at(scale, layout.data) * wide + each * amounts.num_offloaded,
         )  # fmt: skip
 

@@ -117,10 +117,7 @@ def gradient_reduction_s(
         else:
             num_gathers = 2 if layout.recomputes_layers else 1  # an upper bound if only some layers are recomputed
             per_microbatch += Seconds(weights, num_gathers * weights + queue.seconds)
-    tied_s = 0.0
-    if sums.num_tied and layout.pipeline > 1:
-        ends = RankGroup(2, layout.stage_stride * (layout.pipeline - 1), layout.num_ranks)
-        tied_s = pricer.collective("all_reduce", widths.gradient * sums.num_tied, ends)
+    tied_s = _tied_reduction_s(pricer, layout, sums, widths)
     if devices.overlaps_tied_reduction:
         after_s += tied_s
     if layout.staleness:
@@ -132,12 +129,24 @@ def gradient_reduction_s(
         after_s = shown + contention * (after_s - shown)
     # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
     after_s += packing_s + pull_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
-    if per_microbatch.total:
-        # Collectives of a microbatch overlap with its compute; only the excess is exposed.
-        shown = max(0.0, 1 - each_s * devices.zero_overlap / per_microbatch.total)
-        shown += contention * (1 - shown)
-        per_microbatch = Seconds(per_microbatch.forward * shown, per_microbatch.backward * shown)
-    return after_s, per_microbatch
+    return after_s, _exposed_collectives(pricer, per_microbatch, each_s)
+
+
+def _tied_reduction_s(pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths) -> float:
+    """Seconds of reducing tied gradients between the first and last stage."""
+    if not sums.num_tied or layout.pipeline == 1:
+        return 0.0
+    ends = RankGroup(2, layout.stage_stride * (layout.pipeline - 1), layout.num_ranks)
+    return pricer.collective("all_reduce", widths.gradient * sums.num_tied, ends)
+
+
+def _exposed_collectives(pricer: Pricer, collectives: Seconds, each_s: float) -> Seconds:
+    """Return the collectives of a microbatch beyond its compute of `each_s`, with which they overlap."""
+    if not collectives.total:
+        return collectives
+    shown = max(0.0, 1 - each_s * pricer.devices.zero_overlap / collectives.total)
+    shown += pricer.devices.contention * (1 - shown)
+    return Seconds(collectives.forward * shown, collectives.backward * shown)
 
 
 def bucket_reduction_s(pricer: Pricer, layout: Layout, group: RankGroup, size_bytes: float, widths: Widths) -> tuple[float, float]:

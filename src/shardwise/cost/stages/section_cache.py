@@ -126,15 +126,9 @@ def operator_cost_classes(
 
     Distances count operators that belong to a stage: those that depend on the batch's shape alone save nothing.
     """
-    forward, backward = _entries_by_operator(*parts.forward), _entries_by_operator(*parts.backward)
-    waiting = list(
-        zip(
-            parts.waiting_gradients.data_sharded.tolist(),
-            parts.waiting_gradients.batched.tolist(),
-            parts.waiting_gradients.fixed.tolist(),
-            strict=True,
-        )
-    )
+    forward, backward = _entries_by_operator(parts.forward), _entries_by_operator(parts.backward)
+    gradients = parts.waiting_gradients
+    waiting = list(zip(*(column.tolist() for column in (gradients.data_sharded, gradients.batched, gradients.fixed)), strict=True))
     kinds: dict[Hashable, int] = {}
     met_at: dict[str, int] = {}
     read_at: dict[str, int] = {}
@@ -170,9 +164,9 @@ def _distance_back(last: dict[str, int], thing: str, place: int) -> int:
     return distance
 
 
-def _entries_by_operator(where: IndexArray, what: IndexArray) -> dict[int, tuple[int, ...]]:
+def _entries_by_operator(operators_and_entries: tuple[IndexArray, IndexArray]) -> dict[int, tuple[int, ...]]:
     entries: dict[int, list[int]] = {}
-    for i, entry in zip(where.tolist(), what.tolist(), strict=True):
+    for i, entry in zip(*(numbers.tolist() for numbers in operators_and_entries), strict=True):
         entries.setdefault(i, []).append(entry)
     return {i: tuple(values) for i, values in entries.items()}
 

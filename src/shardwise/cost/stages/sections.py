@@ -339,13 +339,14 @@ def build_section(
     parts: ShardedInventory, operators: NDArray[np.intp], held: StageParameters, half: bool, runs: Callable[[float], BlockRuns]
 ) -> StageSection:
     """Build the section of a stage's `operators`. `half`: every float tensor is 16-bit."""
-    scores = []
-    for shared in (True, False):
-        operators_ = [int(i) for i in operators if bool(parts.data_sharded[i]) is shared]
-        scores.append(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in operators_ if parts.attention[i]))
-    numbers = operators.tolist()
+
+    def score_bytes(is_data_sharded: bool) -> float:
+        of_kind = [int(i) for i in operators if bool(parts.data_sharded[i]) is is_data_sharded]
+        return float(sum(4.0 * parts.compute[parts.index[i]].kernel.scores for i in of_kind if parts.attention[i]))
+
+    numbers, scores = operators.tolist(), BatchBytes(data_sharded=score_bytes(True), batched=score_bytes(False))
     activations = BatchBytesColumns.of(saved_by_operator(parts, numbers, half))
-    return StageSection(operators, held, activations, BatchBytes(*scores), runs, *group_by_block(parts, numbers, half))
+    return StageSection(operators, held, activations, scores, runs, *group_by_block(parts, numbers, half))
 
 
 def group_by_block(

@@ -76,7 +76,10 @@ def _stage_costs(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[
 
 
 def balanced_sites(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
-    """Return the sites where the most balanced stages begin; the same whatever the schedule, ZeRO stage and recomputation."""
+    """Return the sites where the most balanced stages begin, () of a single stage; the same whatever the schedule, ZeRO stage and
+    recomputation."""
+    if layout.num_stages == 1:
+        return ()
     key = (
         layout.axes, layout.num_stages, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel,
         layout.sample_parallel, layout.attention, layout.batch_norm, layout.shares, layout.inner,

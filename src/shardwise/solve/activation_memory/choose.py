@@ -240,7 +240,7 @@ def _keep_where_possible(
 def price_with_activation_memory(pricer: Pricer, layout: Layout, allowed: Sequence[str] = ALL_CHOICES) -> PricedLayout | None:
     """Apply `choose_activation_memory` with the layout's balanced stages and price it in closed form; None where it finds nothing."""
     try:
-        sites = balanced_sites(pricer, layout) if layout.num_stages > 1 else ()
+        sites = balanced_sites(pricer, layout)
         layout_found = choose_activation_memory(pricer, layout, sites, allowed)
         return None if layout_found is None else price(pricer, layout_found, sites)
     except (Infeasible, LayoutError):
@@ -282,7 +282,7 @@ def with_fewest_recomputed_segments(pricer: Pricer, layout: Layout) -> PricedLay
     if schedule_of(layout).has_replicas or layout.num_stages > layout.pipeline:
         return None
     try:
-        sites = balanced_sites(pricer, layout) if layout.num_stages > 1 else ()
+        sites = balanced_sites(pricer, layout)
         counts = [_min_recomputed_layers(pricer, layout, sites, stage) for stage in range(layout.num_stages)]
         lengths = None if None in counts else [count or 0 for count in counts]
         if lengths is None or not any(lengths) or lengths == [_num_layers(pricer, layout, sites, s) for s in range(layout.num_stages)]:

@@ -24,7 +24,8 @@ from shardwise.plan.ir.axis import BRANCH, PIPELINE
 from shardwise.plan.ir.grid import grids_of, parse_grid
 from shardwise.plan.layout import Layout
 from shardwise.solve.bounds import base_lower_bound_s, check_base_state_fits, collective_fraction, layout_lower_bound_s
-from shardwise.solve.space import MAX_MICROBATCHES, Constraint, SearchSpace, admitted_rank_counts, divisors_of
+from shardwise.solve.constraints import Constraint
+from shardwise.solve.space import MAX_MICROBATCHES, SearchSpace, admitted_rank_counts, divisors_of
 
 MAX_ADJACENT_LAYOUTS = 4  # layouts with stages on adjacent ranks
 MIN_TENSOR_RANKS, MAX_LAYOUTS, MAX_GRIDS = 4, 2, 6  # tensor ranks at least; layouts, and grids of each, at most

@@ -85,9 +85,4 @@ def _data_tensor_options(space: SearchSpace, width: int) -> list[tuple[int, int]
 def _bases_of_layout(space: SearchSpace, layout: Layout) -> Iterator[Layout]:
     for precision in space.precisions():
         with suppress(LayoutError):  # a constraint is incompatible with such stages
-            yield replace(
-                layout, precision=precision, all_reduce=space.all_reduce, compress=space.compress,
-                    staleness=space.min_admitted("staleness"),
-                servers=space.min_admitted("servers"), lend=space.lend, batch_norm=space.batch_norm,
-                compile="on" if space.is_requested("compile", "on") else "off",
-            )  # fmt: skip
+            yield space.with_fixed_keys(replace(layout, precision=precision, all_reduce=space.all_reduce))
