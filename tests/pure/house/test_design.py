@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 DESIGN = (ROOT / "DESIGN.md").read_text()
 DECISIONS = ROOT / "docs" / "decisions"
 PAGES = sorted(path.name for path in DECISIONS.glob("*.md") if path.name != "README.md")
-MOST_LINES, MOST_COLUMNS, MOST_LINES_OF_A_DECISION = 180, 180, 40
+MOST_LINES, MOST_COLUMNS, MOST_LINES_OF_A_DECISION = 180, 159, 40
 EVERYWHERE = BASE | {"callable", "serve"}  # what the picture leaves out
 FORMS = (["Question", "Measured", "Chosen"], ["Question", "Measured", "Chosen", "What would change it"])
 
@@ -108,4 +109,5 @@ def test_every_term_of_the_field_leads_to_its_file() -> None:
     places = [(row[i], row[i + 1].strip("`")) for row in cells for i in (0, 2, 4) if i + 1 < len(row) and row[i]]
     assert len(places) >= 30
     for term, file in places:
-        assert term.lower() in " ".join((ROOT / "src" / "shardwise" / file).read_text().lower().split()), (term, file)
+        said = ast.get_docstring(ast.parse((ROOT / "src" / "shardwise" / file).read_text())) or ""
+        assert term.lower() in " ".join(said.lower().split()), (term, file)
