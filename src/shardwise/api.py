@@ -206,17 +206,19 @@ def plan_subject(subject: ModelSubject, request: PlanRequest) -> Plan:
     source = request.source or ModelSource.from_model(make)
     words = request.constraints if isinstance(request.constraints, str) else " ".join(request.constraints)
     size = batch_size_of(inputs)
+    graph, why_not_captured = None, ""
     try:
         graph = source.capture(inputs, loss, size).graph
     except ModelError as error:
-        count = sum(p.numel() for p in source.model.parameters())
+        count, why_not_captured = sum(p.numel() for p in source.model.parameters()), str(error)
         eager_result = run_eagerly_once(source.model, source.deferred, inputs, loss, source.loss_of, error)
+    if graph is None:  # beside the handler: a refusal is an error of its own
 
         def trial(plan: Plan) -> None:
             if eager_result is not None:
                 check_data_parallel(plan, eager_result, inputs, source.loss_of(loss))
 
-        return plan_without_graph(count, str(error), machines, size, name, words, by_hand, trial)
+        return plan_without_graph(count, why_not_captured, machines, size, name, words, by_hand, trial)
     check_trains(graph)
     states, objective = len(OptimizerSpec.of(request.optimizer).slots), request.objective
     if like is not None:

@@ -10,6 +10,8 @@ from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.ir.schedule_sizes import SCHEDULES
 from shardwise.plan.residency import strip_layers
 
+# Values of `split`: one for all microbatches, or one for each by its length.
+SPLIT_FIXED, SPLIT_BY_LENGTH = "fixed", "lengths"
 # Values that go with stages of different arrangements.
 INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "schedule": ("sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"),
@@ -51,6 +53,15 @@ BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
     "shares": ("",),
     "batch_norm": ("exact",),
 }
+# Values that go with a model that was not captured as a graph and so runs whole, of every key; None: all values.
+UNCAPTURED_WITH: dict[str, tuple[int | str, ...] | None] = {
+    "data": None, "tensor": (1,), "pipeline": (1,), "microbatches": None, "schedule": INNER_WITH["schedule"], "zero": (0, 1, 2),
+    "recompute": ("none",), "precision": tuple(name for name, one in PRECISIONS.items() if not one.linear_dtype), "threads": None,
+    "chunks": (1,), "expert": (1,), "sequence_parallel": ("off",), "sample_parallel": ("off",), "offload": ("none", "optimizer"),
+    "all_reduce": None, "compress": None, "inner": ("",), "staleness": None, "servers": None, "context": (1,), "attention": (AUTO,),
+    "spatial": ("1",), "channel": (1,), "branch": (1,), "neighbours": ("branch",), "lend": None, "segment": (1,), "shares": ("",),
+    "batch_norm": ("exact",), "compile": ("off",), "split": (SPLIT_FIXED,),
+}  # fmt: skip
 # Values that go with compiled stages: no gather, offload or recompute inside of them, and no split backward.
 COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
@@ -60,8 +71,6 @@ COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "optimizer"),
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
-# Values of `split`: one for all microbatches, or one for each by its length.
-SPLIT_FIXED, SPLIT_BY_LENGTH = "fixed", "lengths"
 # Values that go with a split by length: weights that do not depend on it, and microbatches in sequence.
 SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
     "pipeline": (1,),
@@ -128,6 +137,15 @@ def refuse_combinations(layout: ReplicaOptions) -> str:
     if not reason and layout.split == SPLIT_BY_LENGTH:
         reason = refuse_incompatible(layout, SPLIT_WITH, f"split={SPLIT_BY_LENGTH}", f"split={SPLIT_FIXED}")
     return reason
+
+
+def refuse_uncaptured(layout: object) -> str:
+    """Return what to change in a layout for a model that runs whole; empty where all its keys apply to one."""
+    remedies = []
+    for key, values in UNCAPTURED_WITH.items():
+        if values is not None and strip_layers(key, getattr(layout, key)) not in values:
+            remedies.append(f"{key}={max(values) if key == 'zero' else values[0]}" if values[0] != "" else f"no {key}")
+    return f"only data and zero apply; use {' '.join(remedies)}" if remedies else ""
 
 
 def server_ranks(data: int, servers: int) -> tuple[int, ...]:

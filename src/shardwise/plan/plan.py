@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardwise.errors import Infeasible
+from shardwise.plan.compatibility import refuse_uncaptured
 from shardwise.plan.data_context_splits import Splits
 from shardwise.plan.ir.choice import AUTO, AllReduceChoices
 from shardwise.plan.ir.notebook_html import render_html
-from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.ir.step_remainder import COPY_BANDWIDTH, MIN_STEP_S, snapshot_interval
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import check_equal_shares, layout_microbatch_sizes
@@ -170,17 +170,5 @@ class Plan:
 
 def check_uncaptured(layout: Layout, reason: str) -> None:
     """Raise Infeasible where a layout of a model that was not captured, for the given `reason`, has more than data parallelism and ZeRO."""
-    no_layers = "its layers are not known"
-    refused = {
-        "only data and zero apply; use tensor=1 pipeline=1 with one stage a rank": layout.replica_ranks > 1 or layout.num_stages > 1,
-        f"it runs as a whole; leave schedule={layout.schedule} out": bool(layout.actions),
-        f"{no_layers}; use recompute=none": layout.recompute != "none",
-        f"{no_layers}; use offload=optimizer": layout.offloads_layers,
-        f"{no_layers}; use zero=2": layout.zero > 2,
-        f"{no_layers}; leave batch_norm out": layout.batch_norm != "exact",
-        f"{no_layers}; leave compile out": layout.compile != "off",
-        f"{no_layers}; use precision=bfloat16": bool(PRECISIONS[layout.precision].linear_dtype),
-    }
-    for remedy, is_so in refused.items():
-        if is_so:
-            raise Infeasible(f"{layout}: this model could not be captured ({reason}), so {remedy}")
+    if remedy := refuse_uncaptured(layout):
+        raise Infeasible(f"{layout}: this model could not be captured ({reason}), so {remedy}")

@@ -26,9 +26,10 @@ from shardwise.cost.step_time.timing import (
 from shardwise.errors import Infeasible, LayoutError, UsageError
 from shardwise.model.graph import Graph
 from shardwise.model.stages.stages import stage_links
+from shardwise.plan.compatibility import UNCAPTURED_WITH
 from shardwise.plan.ir.schedule_sizes import SCHEDULES
-from shardwise.plan.layout import Layout
-from shardwise.plan.plan import Plan
+from shardwise.plan.layout import KEYS, Layout
+from shardwise.plan.plan import Plan, check_uncaptured
 from shardwise.schedules import schedule_of
 from shardwise.simulate.memory import peak_saved_bytes
 from shardwise.solve import branch_and_bound
@@ -367,6 +368,19 @@ def test_a_model_that_cannot_be_captured_is_trained_by_data() -> None:
         plan_without_graph(1000, "it branches on data", NODE, 8, "odd", layout=Layout(tensor=2))
     with pytest.raises(Infeasible, match="GiB"):
         plan_without_graph(10**12, "it branches on data", NODE, 8, "odd")
+
+
+def test_every_key_is_allowed_or_refused_for_a_model_that_runs_whole() -> None:
+    assert set(UNCAPTURED_WITH) == set(KEYS)
+    for words in (
+        "tensor=2", "tensor=2x2", "pipeline=2", "data=2 expert=2", "context=2", "spatial=2", "channel=2", "branch=2", "recompute=full",
+        "tensor=2 sequence_parallel=on", "data=2 zero=3", "offload=activations", "compile=on", "data=2 batch_norm=local",
+        "data=2 context=2 split=lengths microbatches=2", "pipeline=2 microbatches=2 chunks=2 schedule=interleaved", "data=2 shares=3/1",
+    ):  # fmt: skip
+        with pytest.raises(Infeasible, match="only data and zero apply; use "):
+            check_uncaptured(Layout.parse(words), "it branches on data")
+    for words in ("data=2", "data=2 zero=2 microbatches=2", "data=2 offload=optimizer", "data=2 staleness=1", "precision=bfloat16"):
+        check_uncaptured(Layout.parse(words), "it branches on data")
 
 
 def test_a_model_that_cannot_be_captured_is_divided_as_far_as_its_trial_allows() -> None:

@@ -216,7 +216,7 @@ def test_what_would_train_something_else_is_refused_by_name(ranks: Callable[...,
         assert "is not in proportion to that of its outputs (a hook or a function that cuts off gradients" in found["Clipping"]
         assert found["Borrowing"].startswith("a parameter of shape [4] is read that is none of the model's")
         assert "could not be captured (torch.export cannot follow the model: data-dependent at whole_models.py" in found["tensor=2"]
-        assert "only data and zero apply; use tensor=1 pipeline=1" in found["pipeline=2"]
+        assert "only data and zero apply; use pipeline=1" in found["pipeline=2"]
         assert "could not be captured, so a plain loop keeps all of it on every rank; leave zero out" in found["data=2 zero=1"]
         assert "use recompute=none" in found["data=2 recompute=full"]
         assert "needs 1 ranks, 2 were started" in found["data=1"]
