@@ -232,8 +232,8 @@ def test_where_copies_overlap_layers_are_called_as_soon_as_there_is_room(
         back(self, moved)
 
     def unpacked(self: HostStore, kept: Any) -> Tensor:
-        if not isinstance(kept, Tensor) and not kept.moved.is_in_backward:
-            events.append(f"r{depth(kept.moved)}")
+        if not isinstance(kept, Tensor) and not kept.activations.is_in_backward:
+            events.append(f"r{depth(kept.activations)}")
         return unpack(self, kept)
 
     monkeypatch.setattr(HostStore, "load", backed)
