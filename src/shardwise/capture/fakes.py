@@ -49,6 +49,7 @@ TORCH_ASSERT = torch._assert  # used by models to check values that a trace does
 NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_assert"),
     (torch, "_check"),
+    (torch.ops.aten.view.default, "_schema"),
     (_decomp, "decompositions"),
     (decompositions, "one_layer_lstm"),
     (transformer, "_detect_is_causal_mask"),

@@ -171,7 +171,8 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
     )  # fmt: skip
     if tensors is None:
         rank_model = _with_new_tensors(rank_model, request, across)
-    return replace(rank_model, variables=_variables_of(rank_model, local_stages, at, request.constants_on_device(part)))
+    constants = request.constants_on_device(part)
+    return replace(rank_model, variables=_variables_of(rank_model, local_stages, at, constants, is_new=tensors is None))
 
 
 def _capture(request: BuildRequest, tensors: RankModel | None) -> tuple[BuildRequest, CapturedMicrobatch]:
@@ -276,9 +277,9 @@ def _with_new_tensors(rank_model: RankModel, request: BuildRequest, across: Abst
 
 
 def _variables_of(
-    rank_model: RankModel, local_stages: Sequence[Stage], coordinates: Mapping[str, int], constants: Mapping[str, Tensor]
+    rank_model: RankModel, local_stages: Sequence[Stage], coordinates: Mapping[str, int], constants: Mapping[str, Tensor], is_new: bool
 ) -> dict[str, Tensor]:
-    """Return the parameters, buffers and constants that this rank's stages read, by graph value.
+    """Return the parameters, buffers and constants that this rank's stages read, by graph value; of a new model those of its own branches.
 
     Raises:
         ModelError: this rank does not have one of them, or not the shard that is read.
@@ -288,7 +289,7 @@ def _variables_of(
     tensors = {**rank_model.buffers, **rank_model.parameters}
     variables = {value: tensor for value, tensor in constants.items() if value in used_values}
     for v in (*graph.parameters, *graph.buffers):
-        if v.value not in used_values:
+        if v.value not in used_values or (is_new and v.name not in tensors):  # another rank owns the branch that reads it
             continue
         if v.name not in tensors:
             stage = next(stage.index for stage in local_stages if v.value in stage.variables)
