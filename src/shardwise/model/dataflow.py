@@ -68,7 +68,7 @@ def cached_on_graph(analyze: Callable[Concatenate[Graph, P], T]) -> Callable[Con
 
     @wraps(analyze)
     def look_up(graph: Graph, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = (analyze.__qualname__, args, *kwargs.items())
+        key = (analyze, args, *kwargs.items())
         if key not in graph.analyses:
             graph.analyses[key] = analyze(graph, *args, **kwargs)
         result: T = graph.analyses[key]

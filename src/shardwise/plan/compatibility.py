@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.precision import PRECISIONS
-from shardwise.plan.ir.schedule_sizes import SCHEDULES
+from shardwise.plan.ir.schedule_sizes import SCHEDULES, chunks_of
 from shardwise.plan.residency import strip_layers
 
+ValueTable = Mapping[str, tuple[int | str, ...]]
 # Values of `split`: one for all microbatches, or one for each by its length.
 SPLIT_FIXED, SPLIT_BY_LENGTH = "fixed", "lengths"
 # Values that go with stages of different arrangements.
@@ -53,9 +54,10 @@ BRANCH_WITH: dict[str, tuple[int | str, ...]] = {
     "shares": ("",),
     "batch_norm": ("exact",),
 }
+UNCHUNKED = tuple(name for name in SCHEDULES if chunks_of(name, 1) == 1)  # schedules that may have one stage a rank
 # Values that go with a model that was not captured as a graph and so runs whole, of every key; None: all values.
 UNCAPTURED_WITH: dict[str, tuple[int | str, ...] | None] = {
-    "data": None, "tensor": (1,), "pipeline": (1,), "microbatches": None, "schedule": INNER_WITH["schedule"], "zero": (0, 1, 2),
+    "data": None, "tensor": (1,), "pipeline": (1,), "microbatches": None, "schedule": UNCHUNKED, "zero": (2, 1, 0),
     "recompute": ("none",), "precision": tuple(name for name, one in PRECISIONS.items() if not one.linear_dtype), "threads": None,
     "chunks": (1,), "expert": (1,), "sequence_parallel": ("off",), "sample_parallel": ("off",), "offload": ("none", "optimizer"),
     "all_reduce": None, "compress": None, "inner": ("",), "staleness": None, "servers": None, "context": (1,), "attention": (AUTO,),
@@ -141,10 +143,8 @@ def refuse_combinations(layout: ReplicaOptions) -> str:
 
 def refuse_uncaptured(layout: object) -> str:
     """Return what to change in a layout for a model that runs whole; empty where all its keys apply to one."""
-    remedies = []
-    for key, values in UNCAPTURED_WITH.items():
-        if values is not None and strip_layers(key, getattr(layout, key)) not in values:
-            remedies.append(f"{key}={max(values) if key == 'zero' else values[0]}" if values[0] != "" else f"no {key}")
+    table = {key: values for key, values in UNCAPTURED_WITH.items() if values is not None}
+    remedies = [f"{key}={values[0]}" if values[0] != "" else f"no {key}" for key, _, values in _refused_values(layout, table)]
     return f"only data and zero apply; use {' '.join(remedies)}" if remedies else ""
 
 
@@ -157,9 +157,15 @@ def server_ranks(data: int, servers: int) -> tuple[int, ...]:
     return tuple(server * data // servers for server in range(servers))
 
 
-def refuse_incompatible(layout: object, table: Mapping[str, tuple[int | str, ...]], word: str, remedy: str) -> str:
+def refuse_incompatible(layout: object, table: ValueTable, word: str, remedy: str) -> str:
     """Return why a layout's values do not go with a word, by a table; empty where they do. `remedy`: what else would do."""
+    for key, value, values in _refused_values(layout, table):
+        return f"{key}={value} with {word} is not supported; use {' or '.join(f'{key}={value}' for value in values)}, or {remedy}"
+    return ""
+
+
+def _refused_values(layout: object, table: ValueTable) -> Iterator[tuple[str, object, tuple[int | str, ...]]]:
+    """Yield (key, value, values of the table) where a layout's value is none of the table's."""
     for key, values in table.items():
         if strip_layers(key, value := getattr(layout, key)) not in values:
-            return f"{key}={value} with {word} is not supported; use {' or '.join(f'{key}={value}' for value in values)}, or {remedy}"
-    return ""
+            yield key, value, values

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from shardwise.errors import RunError, UsageError
 from shardwise.plan.ir.placement import even_shard_range
+from shardwise.world.comm.group import Group
 from shardwise.world.comm.pending import LostPeer
+from shardwise.world.comm.runner import runner_of
+from shardwise.world.recorder import CollectiveRecorder
 from shardwise.world.world import World
 
 NAN = math.nan
@@ -157,3 +161,12 @@ def short(world: World) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_whole_numbers_are_added_everywhere(ranks: Any, kind: str, num_ranks: int) -> None:
     ranks(short, num_ranks, env={"SHARDWISE_TRANSPORT": kind})
+
+
+def test_a_group_and_its_runner_of_collectives_end_together() -> None:
+    group = Group((0,), 0, CollectiveRecorder(), torch.device("cpu"), lambda ranks, connection: (None, ""))
+    assert runner_of(group) is runner_of(group)
+    seen = weakref.ref(group)
+    del group
+    gc.collect()
+    assert seen() is None

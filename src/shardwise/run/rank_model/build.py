@@ -132,8 +132,9 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
         LayoutError: a choice that can be planned, but not run yet.
         ProgramError: a custom schedule for other links between stages, or one that is proven wrong.
     """
+    mesh = request.mesh  # before the capture: a world of another size is refused at once
     request, part = _capture(request, tensors)
-    plan, world, mesh, loss_graph, graph = request.plan, request.world, request.mesh, part.loss_graph, part.loss_graph.graph
+    plan, world, loss_graph, graph = request.plan, request.world, part.loss_graph, part.loss_graph.graph
     layout, at = plan.layout, mesh.coordinates(world.rank)
     stages = loss_graph.split_stages(plan.stages, request.runs_backward)
     if tensors is None:
@@ -181,7 +182,6 @@ def _capture(request: BuildRequest, tensors: RankModel | None) -> tuple[BuildReq
     if request.kv_pages is not None:  # a step may have fewer tokens than ranks
         plan = replace(plan, layout=replace(plan.layout, sequence_parallel="off"))
         request = replace(request, plan=plan)
-    _ = request.mesh
     part = request.capture(*request.sizes)
     graph = part.loss_graph.graph
     if tensors is None:

@@ -78,6 +78,7 @@ class Group:
         self._transport: Any = None
         self._closed = False
         self._staged = self._nccl = self.shares_memory = False
+        self.collective_runner: Any = None  # set by `shardwise.world.comm.runner.runner_of`: a group and its runner end together
         self._dispatcher: CollectiveDispatcher | None = None
         self.hierarchical: HierarchicalReducer | None = None  # the two-level reducer, if it was chosen and the members' hosts allow it
         self._side_groups = defaultdict[str, list[Group]](list)

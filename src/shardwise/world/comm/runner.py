@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -107,11 +106,9 @@ class CollectiveRunner:
         self._agreed.add(signature)
 
 
-_RUNNERS: WeakKeyDictionary[Group, CollectiveRunner] = WeakKeyDictionary()
-
-
 def runner_of(group: Group) -> CollectiveRunner:
     """Return the group's one runner of multi-step collectives, which all members make at their first call."""
-    if group not in _RUNNERS:
-        _RUNNERS[group] = CollectiveRunner(group, group.side_group("programs"))
-    return _RUNNERS[group]
+    if group.collective_runner is None:
+        group.collective_runner = CollectiveRunner(group, group.side_group("programs"))
+    runner: CollectiveRunner = group.collective_runner
+    return runner
