@@ -65,7 +65,8 @@ def launch(  # noqa: PLR0913
         elif kubernetes or skypilot:
             from shardwise.cli.launchers import manifests  # here: the command starts fast
 
-            _write(manifests.kubernetes_manifest(job, image) if kubernetes else manifests.skypilot_task(job), target, out)
+            text = manifests.kubernetes_manifest(job, image) if kubernetes else manifests.skypilot_task(job)
+            _write(text, target, out, is_secret=True)
         else:
             code = _run_job(job, names, ray, address, port)
             out.answer({"exit_code": code, "ranks": job.num_ranks, "run_folder": job.run_folder})
@@ -95,10 +96,11 @@ def _launch_slurm(job: LaunchJob, sbatch_options: list[str], target: Path | None
     out.answer({"job": number, "file": str(file), "ranks": job.num_ranks, "run_folder": job.run_folder})
 
 
-def _write(text: str, target: Path | None, out: CommandOutput) -> None:
+def _write(text: str, target: Path | None, out: CommandOutput, is_secret: bool = False) -> None:
+    """Show a text, or write it to a file; a secret one then is nowhere else."""
     if target is None:
         out.text(text.rstrip("\n"))
     else:
-        write_file(target, text)
-        out.message(f"written to {target}")
-    out.answer({"file": str(target or ""), "text": text})
+        write_file(target, text, is_secret)
+        out.message(f"written to {target}" + (", which only you may read: it has the run's token" if is_secret else ""))
+    out.answer({"file": str(target or ""), "text": "" if is_secret and target is not None else text})

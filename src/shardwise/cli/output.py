@@ -68,10 +68,14 @@ class CommandOutput:
                 data = data[os.write(self._json_fd, data) :]
 
 
-def write_file(target: Path, text: str) -> int:
-    """Write a file that the user named and return its size in bytes. Raises `UsageError` where it cannot be written."""
+def write_file(target: Path, text: str, is_secret: bool = False) -> int:
+    """Write a file that the user named and return its size in bytes. `is_secret`: only this user may read it, from the start on. Raises
+    `UsageError` where it cannot be written."""
     data = text.encode()
     try:
+        if is_secret:
+            target.touch(0o600)
+            target.chmod(0o600)
         target.write_bytes(data)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}; choose a folder that can be written to") from None

@@ -6,7 +6,6 @@ an error.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from shardwise.cluster.cluster import Cluster
 from shardwise.errors import UsageError
 from shardwise.plan.ir.timeline import Span, Timeline
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.plan.plan_file import read_plan
 from shardwise.report.cluster_tables import cluster_tables
 from shardwise.report.page import PageSubject
@@ -22,6 +22,7 @@ from shardwise.units import format_bytes, format_percent, format_seconds
 
 PLAN, CONFIG, METRICS, TIMELINE, SAMPLE, PAGE = "plan.toml", "config.toml", "metrics.jsonl", "timeline.json", "sample.txt", "report.html"
 MACHINE, SUMMARY = "machine.toml", "summary.json"
+
 FILE_MEANINGS: tuple[tuple[str, str], ...] = (
     (PLAN, "the plan: edit it, and train, verify or simulate it"),
     (CONFIG, "the whole configuration of this run"),
@@ -98,8 +99,8 @@ def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
     rows: list[dict[str, float]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             if number == len(lines):
                 continue
             raise UsageError(f"{path}, line {number} is not JSON; it is damaged, or not a metrics file") from None
@@ -161,8 +162,8 @@ def copies_words(summary: Mapping[str, Any]) -> str:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(_read_text(path) or "{}")
-    except json.JSONDecodeError:
+        data = parse_json(_read_text(path) or "{}")
+    except ValueError:
         data = None
     if not isinstance(data, dict):
         raise UsageError(f"{path} is not the summary of a run; remove it, and the page does without")
@@ -177,7 +178,7 @@ def read_trace(path: Path) -> Timeline:
     """
     text = _read_text(path)
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if not isinstance(data, dict) or "traceEvents" not in data:
             return Timeline.from_json(text)
         events = [event for event in data["traceEvents"] if isinstance(event, dict)]

@@ -2,8 +2,8 @@
 
 Every element is sent once to each replica, by its owner as in a checkpoint, and no rank ever gathers a full tensor for it. A replica
 switches to the new weights between two batches, once it has received all of them and every rank has committed. The wire format is a line of
-JSON and raw bytes; nothing is pickled. Beyond loopback both ends prove that they share a token, and every message is authenticated
-(`shardwise.world.guard`).
+JSON and raw bytes; nothing is pickled. With a token both ends prove that they share it, and every message is authenticated
+(`shardwise.world.guard`); without one replicas are on loopback.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from shardwise.errors import RunError, UsageError
 from shardwise.run.checkpoint.state_shard import DTYPE_NAMES, StateShard
-from shardwise.world.guard import TOKEN_VARIABLE, connect_relay, validate_token
+from shardwise.world.guard import TOKEN_VARIABLE, connect_authenticated, validate_token
 from shardwise.world.launch.current import run_token
 from shardwise.world.world import Group
 
 TIMEOUT_S = 120.0
+LONGEST_REPLY = 1 << 16  # bytes
+_SAME_TOKEN = f"the server and all ranks must have the same {TOKEN_VARIABLE}, or none"
 Address = tuple[str, int]
 
 
@@ -46,7 +48,7 @@ def publish_weights(shards: Sequence[StateShard], replicas: Sequence[Address], w
     except UsageError as error:
         problem = str(error)
     except (OSError, RunError) as error:
-        problem = f"no replica answers at {host}:{port}: {error}"
+        problem = f"no replica answers at {host}:{port}: {error}" + (f"; {_SAME_TOKEN}" if isinstance(error, ConnectionError) else "")
     failed = torch.tensor([float(bool(problem))], dtype=torch.float64, device=shards[0].tensor.device if shards else "cpu")
     world_group.all_reduce(failed)
     commit = not failed.item()
@@ -65,13 +67,11 @@ def publish_weights(shards: Sequence[StateShard], replicas: Sequence[Address], w
 
 
 def _connect_to_replica(host: str, port: int) -> socket.socket:
-    """Connect to a replica; beyond loopback both ends prove that they share a token."""
+    """Connect to a replica. With a token both ends prove that they have it; without one it has to be on loopback."""
+    if secret := run_token():
+        return connect_authenticated(host, port, validate_token(secret))
     if not host.startswith("127."):
-        if not (secret := run_token()):
-            raise UsageError(
-                f"a replica at {host} takes weights of those that have its {TOKEN_VARIABLE}; set it on all ranks and nodes alike"
-            )
-        host, port = "127.0.0.1", connect_relay(host, port, validate_token(secret), TIMEOUT_S)
+        raise UsageError(f"a replica at {host} takes weights of those that have its {TOKEN_VARIABLE}; set it on all ranks and nodes alike")
     return socket.create_connection((host, port), TIMEOUT_S)
 
 
@@ -101,9 +101,12 @@ def _read_reply(connection: socket.socket) -> str:
     """Return the error that a replica reports; empty if it accepted."""
     connection.settimeout(TIMEOUT_S)
     line = b""
-    while not line.endswith(b"\n"):
+    while not line.endswith(b"\n") and len(line) < LONGEST_REPLY:
         data = connection.recv(65536)
         if not data:
-            return "a replica closed the connection"
+            return f"a replica closed the connection; {_SAME_TOKEN}"
         line += data
-    return str(json.loads(line).get("error", ""))
+    try:
+        return str(json.loads(line)["error"])
+    except (ValueError, KeyError, TypeError):  # a nonce
+        return f"a replica's answer is none; {_SAME_TOKEN}"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import ConfigError, RunError
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.train.config import DataSection
 from shardwise.train.data.reading.documents import Columns, documents_of
 from shardwise.train.data.reading.files import digest_of, find_files, walk_files
@@ -38,6 +39,7 @@ from shardwise.train.data.reading.token_files import (
 from shardwise.train.data.reading.tokenizers import tokenizer_of
 
 VOCABULARY = 256
+
 PYTHON_SUFFIXES = (".py", ".txt", ".rst")
 # Tests are more than half of the library if they are installed at all; packages differ between machines.
 PYTHON_SKIPS = ("test", "tests", "site-packages", "dist-packages", "__pycache__")
@@ -225,7 +227,7 @@ def read_description(path: Path) -> Corpus | None:
     if not path.exists():
         return None
     try:
-        return Corpus(**json.loads(path.read_text(encoding="utf-8")))
+        return Corpus(**parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is damaged; remove it to gather the text again") from error
 
@@ -233,7 +235,7 @@ def read_description(path: Path) -> Corpus | None:
 def describes_corpus(corpus: Corpus, path: Path) -> bool:
     """Return whether `path`, written by `save_description`, describes the same data, or does not exist."""
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return True
     except ValueError:
@@ -265,7 +267,7 @@ def _is_text(path: Path) -> bool:
         with open(path, "rb") as file:
             return b"\0" not in file.read(8192)
     except OSError:
-        return False
+        return True  # so that it is refused where it is read, and not left out
 
 
 def _join_files(files: Sequence[Path], path: Path, limit: float, key: str) -> None:

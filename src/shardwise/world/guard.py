@@ -1,28 +1,37 @@
 """An authenticated relay to a store for holders of the run's token. In: a socket or an address, and the token. Out: relayed bytes.
 
-The store itself listens on loopback. Both ends prove that they have the token (HMAC-SHA256 of two nonces), and every later message
-carries its own HMAC, with a key of the connection and its sequence number: forged, repeated or missing messages end the connection. Nothing
-is encrypted. Not modelled: other users of the same host, who can reach loopback; gloo's and NCCL's own connections for tensors.
+The store itself listens on loopback. Both ends prove that they have the token (HMAC-SHA256 of two nonces) within `ANSWER_S` in all, and
+every later message carries its own HMAC, with a key of the connection and its sequence number: forged, repeated or missing messages end the
+connection. Nothing is encrypted. Clients that have not proven the token are few at a time, the oldest give way, and a process without free
+descriptors goes on to accept. Ends on loopback take connections of this process's user only. Not modelled: torch's own store, which other
+users of its host can reach; gloo's and NCCL's own connections for tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from shardwise.errors import RunError, UsageError
 
 TOKEN_VARIABLE = "SHARDWISE_TOKEN"  # the environment variable, the same on all ranks
 NO_TOKEN = "none"  # value of TOKEN by which the user states that nobody else can reach the port
 MIN_TOKEN_CHARS = 16
-ANSWER_S = 10.0  # timeout of the peer's authentication
+ANSWER_S = 10.0  # limit of the peer's whole authentication
+MAX_STRANGERS = 64  # connections at a time that have not proven the token
+MAX_LOCAL_CLIENTS = 256  # at a time, without a token
+BACKLOG = 1024
+ACCEPT_AGAIN_S = 0.05
+_ESTABLISHED = "01"  # in /proc/net/tcp; a connection that its process has closed counts as root's there
 _NONCE, _MAC, _LARGEST = 32, 32, 1 << 16
 _HEAD = struct.Struct("<I")
 
@@ -43,16 +52,100 @@ def validate_token(token: str) -> bytes:
 
 def serve_relay(listener: socket.socket, token: bytes, port: int) -> None:
     """Relay clients of `listener` that have the token to `port` of loopback, for as long as this process lives."""
+    serve_authenticated(listener, token, lambda client: _relay_bytes(socket.create_connection(("127.0.0.1", port)), client))
+
+
+def serve_streams(listener: socket.socket, token: bytes, serve: Callable[[socket.socket], None]) -> None:
+    """Call `serve` in a thread with a stream of every client of `listener` that has the token, or without a token of every client that is
+    a process of this one's user on this host."""
+    if token:
+        serve_authenticated(listener, token, lambda client: serve(_stream_of(client)))
+        return
+    clients = _LimitedClients(MAX_LOCAL_CLIENTS)
+
+    def admit(client: socket.socket) -> None:
+        if not is_same_user(client):
+            raise ConnectionError("another user of this host")
+        with clients.entered(client):
+            serve(client)
+
+    accept_clients(listener, admit)
+
+
+def serve_authenticated(listener: socket.socket, token: bytes, serve: Callable[[_AuthenticatedConnection], None]) -> None:
+    """Call `serve` in a thread with every client of `listener` that proves the token."""
+    strangers = _LimitedClients(MAX_STRANGERS)
+
+    def admit(client: socket.socket) -> None:
+        with strangers.entered(client):
+            connection = _authenticate_client(client, token)
+        serve(connection)
+
+    accept_clients(listener, admit)
+
+
+class _LimitedClients:
+    """Clients of which there are at most `limit` at a time: one more ends the oldest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._clients: dict[socket.socket, None] = {}
+
+    @contextmanager
+    def entered(self, client: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._clients[client] = None
+            for oldest in list(self._clients)[: -self._limit]:
+                _shut_down(oldest)  # its thread closes it
+                del self._clients[oldest]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._clients.pop(client, None)
+
+
+def accept_clients(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Call `serve` in a thread of its own with every client, until the listener is closed. Without free descriptors it waits."""
+
+    def run(client: socket.socket) -> None:
+        try:
+            serve(client)
+        except (OSError, RuntimeError):  # of the client, or no thread or descriptor is free
+            client.close()
 
     def accept() -> None:
-        while True:
+        while listener.fileno() >= 0:
             try:
                 client, _ = listener.accept()
-            except OSError:
-                return
-            _start_thread(_admit_client, client, token, port)
+            except OSError:  # one client's, or too many open files; or the listener is closed
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
+            try:
+                _start_thread(run, client)
+            except RuntimeError:  # no more threads
+                client.close()
 
     _start_thread(accept)
+
+
+def is_same_user(client: socket.socket) -> bool:
+    """Return whether a client on this host is a living process of this one's user, or of root; True where the system does not say."""
+    (address, port), (own_address, own_port) = client.getpeername()[:2], client.getsockname()[:2]
+    ends = [f"{socket.inet_aton(host)[::-1].hex().upper()}:{number:04X}" for host, number in ((address, port), (own_address, own_port))]
+    try:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    except OSError:
+        return True
+    return any(row[1:4] == [*ends, _ESTABLISHED] and int(row[7]) in (0, os.getuid()) for row in rows)
+
+
+def connect_authenticated(address: str, port: int, token: bytes) -> socket.socket:
+    """Return a stream to `serve_streams` at an address. Raises RunError for another token, OSError if nobody answers."""
+    try:
+        return _stream_of(_connect_authenticated(address, port, token))
+    except _AuthenticationFailed as error:
+        raise _other_token(address, port) from error
 
 
 def connect_relay(address: str, port: int, token: bytes, wait_s: float) -> int:
@@ -63,25 +156,24 @@ def connect_relay(address: str, port: int, token: bytes, wait_s: float) -> int:
             _connect_authenticated(address, port, token).close()
             break
         except _AuthenticationFailed as error:
-            raise RunError(
-                f"{address}:{port} does not have this rank's {TOKEN_VARIABLE}, or has just ended; give all ranks the same"
-            ) from error
+            raise _other_token(address, port) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RunError(f"nobody answers at {address}:{port}: {error}") from error
             time.sleep(0.05)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
-    def accept() -> None:
-        while True:
-            near, _ = listener.accept()
-            try:
-                _relay_bytes(near, _connect_authenticated(address, port, token))
-            except OSError:
-                near.close()
+    def relay(near: socket.socket) -> None:
+        if not is_same_user(near):
+            raise ConnectionError("another user of this host")
+        _relay_bytes(near, _connect_authenticated(address, port, token))
 
-    _start_thread(accept)
+    accept_clients(listener, relay)
     return int(listener.getsockname()[1])
+
+
+def _other_token(address: str, port: int) -> RunError:
+    return RunError(f"{address}:{port} does not have this rank's {TOKEN_VARIABLE}, or has just ended; give all ranks the same")
 
 
 class _AuthenticatedConnection:
@@ -116,34 +208,40 @@ class _AuthenticatedConnection:
         self.connection.close()
 
 
-def _admit_client(client: socket.socket, token: bytes, port: int) -> None:
-    try:
-        client.settimeout(ANSWER_S)
-        own_nonce = secrets.token_bytes(_NONCE)
-        client.sendall(own_nonce)
-        nonces = own_nonce + _receive_exactly(client, _NONCE)
-        if not hmac.compare_digest(_receive_exactly(client, _MAC), _message_mac(token, b"connects", nonces)):
-            client.close()
-            return
-        client.sendall(_message_mac(token, b"accepts", nonces))
-        client.settimeout(None)
-        _relay_bytes(socket.create_connection(("127.0.0.1", port)), _AuthenticatedConnection(client, token, nonces, first=True))
-    except OSError:
-        client.close()
+def _authenticate_client(client: socket.socket, token: bytes) -> _AuthenticatedConnection:
+    """Raises OSError if the client does not prove the token in time."""
+    deadline = time.monotonic() + ANSWER_S
+    own_nonce = secrets.token_bytes(_NONCE)
+    client.settimeout(ANSWER_S)
+    client.sendall(own_nonce)
+    nonces = own_nonce + _receive_exactly(client, _NONCE, deadline)
+    if not hmac.compare_digest(_receive_exactly(client, _MAC, deadline), _message_mac(token, b"connects", nonces)):
+        raise _AuthenticationFailed("another token")
+    client.sendall(_message_mac(token, b"accepts", nonces))
+    client.settimeout(None)
+    return _AuthenticatedConnection(client, token, nonces, first=True)
+
+
+def _stream_of(far: _AuthenticatedConnection) -> socket.socket:
+    """Return one end of a pair of sockets whose other end is relayed to an authenticated connection."""
+    own, near = socket.socketpair()
+    _relay_bytes(near, far)
+    return own
 
 
 def _connect_authenticated(address: str, port: int, token: bytes) -> _AuthenticatedConnection:
-    """Connect to a relay. Raises _Refused if the peer fails to authenticate, OSError if there is none or it does not answer in time."""
+    """Connect to a relay. Raises _AuthenticationFailed if the peer does not prove the token, OSError if there is none or it is too slow."""
+    deadline = time.monotonic() + ANSWER_S
     connection = socket.create_connection((address, port), ANSWER_S)
     try:
-        peer_nonce, own_nonce = _receive_exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+        peer_nonce, own_nonce = _receive_exactly(connection, _NONCE, deadline), secrets.token_bytes(_NONCE)
     except OSError:
         connection.close()
         raise
     nonces = peer_nonce + own_nonce
     try:
         connection.sendall(own_nonce + _message_mac(token, b"connects", nonces))
-        if not hmac.compare_digest(_receive_exactly(connection, _MAC), _message_mac(token, b"accepts", nonces)):
+        if not hmac.compare_digest(_receive_exactly(connection, _MAC, deadline), _message_mac(token, b"accepts", nonces)):
             raise _AuthenticationFailed("another token")
     except TimeoutError:
         connection.close()
@@ -171,7 +269,8 @@ def _relay_bytes(near: socket.socket, far: _AuthenticatedConnection) -> None:
         _shut_down(near)
         _shut_down(far.connection)
 
-    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if near.family != socket.AF_UNIX:
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     far.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _start_thread(send_out)
     _start_thread(send_back)
@@ -182,9 +281,11 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     data = b""
     while len(data) < size:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         received = connection.recv(size - len(data))
         if not received:
             raise ConnectionError("it closed the connection")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError, format_error
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.zoo import shared_layers
 from shardwise.zoo.names import suggest_nearest
 from shardwise.zoo.resolved import ResolvedModel
 
 _WEIGHTS = "*.safetensors"
+
 _HUB_NAME = re.compile(r"(?!.*\.json$)[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 DEFAULT_BATCH = 8
 DEFAULT_SEQUENCE = 512
@@ -87,7 +88,7 @@ def _read_configuration(library: Any, file: str) -> Any:
     if not path.is_file():
         raise ModelError(f"there is no file {file}; MODEL is hf:path/to/config.json, or hf:FOLDER with weights beside it")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is no JSON: {error}") from error
     kind = values.pop("model_type", None) if isinstance(values, dict) else None

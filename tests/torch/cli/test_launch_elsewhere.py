@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -272,6 +273,7 @@ _TASK = {
             "properties": {"accelerators": {"type": "string", "pattern": "^[A-Za-z0-9-]+:[0-9]+$"}, "cpus": {"type": "string"}},
         },
         "envs": {"type": "object", "additionalProperties": {"type": "string"}},
+        "secrets": {"type": "object", "additionalProperties": {"type": "string"}},
         "setup": {"type": "string"},
         "run": {"type": "string"},
     },
@@ -301,6 +303,24 @@ def test_a_skypilot_task_has_its_devices_by_its_own_names(config: Path) -> None:
     jsonschema.validate(task, _TASK)
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100-80GB:8")
     assert "$SKYPILOT_NODE_RANK" in task["run"]
+    assert len(task["secrets"]["SHARDWISE_TOKEN"]) == 32
+    assert "SHARDWISE_TOKEN" not in task["envs"]
+
+
+@pytest.mark.parametrize("where", ["--kubernetes", "--skypilot", "--slurm"])
+def test_the_token_is_in_no_file_that_others_can_read_nor_in_an_answer(
+    where: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job"
+    file.write_text("an old one that others can read")
+    file.chmod(0o644)
+    changes = ["plan.cluster=2xdgx-a100-80", "plan.layout=data=16"]
+    assert run(["launch", where, "--json", "-o", str(file), "--", "train", str(config), *changes]) == 0
+    said = capsys.readouterr()
+    secret = set(re.findall(r"\b[0-9a-f]{32}\b", file.read_text()))
+    assert bool(secret) == (where != "--slurm")  # its script draws one where it runs
+    assert not any(token in said.out + said.err for token in secret)
+    assert not secret or file.stat().st_mode & 0o777 == 0o600
 
 
 def test_each_hosts_command_is_one_that_shardwise_takes(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def skypilot_task(job: LaunchJob) -> str:
         task["resources"] = {"accelerators": f"{_SKYPILOT.get(job.device, job.device)}:{job.ranks_per_host}"}
     else:
         task["resources"] = {"cpus": f"{job.ranks_per_host * job.threads_per_rank}+"}
-    task["envs"] = {"OMP_NUM_THREADS": str(job.threads_per_rank), TOKEN_VARIABLE: secrets.token_hex(16)}
+    task["envs"] = {"OMP_NUM_THREADS": str(job.threads_per_rank)}
+    task["secrets"] = {TOKEN_VARIABLE: secrets.token_hex(16)}  # SkyPilot neither shows nor logs them
     task["setup"] = f"pip install shardwise=={__version__}"
     task["run"] = f"{first}\n{remote_job.host_command('$SKYPILOT_NODE_RANK', chr(34) + '$first' + chr(34))}\n"
     return to_yaml(task) + "\n"

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.cli.launchers.host import exit_code, rank_environment
 from shardwise.cli.launchers.job import LaunchJob
 from shardwise.errors import ConfigError, UsageError
+from shardwise.serve.deploy.local_ray import configure_local_ray
 from shardwise.world.guard import TOKEN_VARIABLE
 
 EMBEDDED = "local"
@@ -27,6 +28,8 @@ def run(job: LaunchJob, address: str = "auto") -> int:
     Raises:
         UsageError: no ray installed, or no cluster at the address. ConfigError: fewer cores or GPUs than the job is for.
     """
+    if address == EMBEDDED:
+        configure_local_ray()
     try:
         import ray  # here: an extra
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""TOML input within bounds, as a dict or one kind of error that states the position, and text for TOML output.
+"""TOML and JSON input within bounds, parsed or one kind of error that states the position, and text for TOML output.
 
-The standard library's parser accepts numbers of any length, on which Python raises another error, and keys of any depth, on which it spends
-quadratic time, and whose reader recurses without end.
+The standard library's TOML parser accepts numbers of any length, on which Python raises another error, and keys of any depth, on which it
+spends quadratic time, and whose reader recurses without end. So does that of JSON for brackets in brackets.
 """
 
 from __future__ import annotations
@@ -34,6 +34,18 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
         raise tomllib.TOMLDecodeError(str(error).partition(";")[0]) from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError, also for brackets nested too deep.
+
+    >>> parse_json('{"a": [1]}')
+    {'a': [1]}
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deep") from error
 
 
 def parse_document(text: str, where: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.run.checkpoint import disk
 from shardwise.run.checkpoint.manifest import MANIFEST, Manifest
 
@@ -96,7 +97,7 @@ def token_of(folder: Path) -> int:
     if not path.exists():
         return 0
     try:
-        token = json.loads(disk.read_regular(path))["token"]
+        token = parse_json(disk.read_regular(path))["token"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged; if no other run writes here, remove it") from error
     if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < MAX_TOKEN:

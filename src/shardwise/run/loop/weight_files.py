@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, UsageError, format_error
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.checkpoint.disk import write_file
 from shardwise.run.checkpoint.tensorfile import bytes_of, encode_header
@@ -64,7 +65,10 @@ def read_weights(model: nn.Module, folder: Path) -> None:
         CheckpointError: a file is missing, or lacks tensors of the model.
     """
     index = folder / INDEX
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [FILE]
+    try:
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values())) if index.is_file() else [FILE]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {format_error(error)}; write the weights again") from error
     tied: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(p), set()).add(name)

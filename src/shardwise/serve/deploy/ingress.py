@@ -7,19 +7,30 @@ refused at once (503). Ray Serve chooses among the replicas of a deployment and 
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
+import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.serve.deploy.dataflow import WeightedRouter, operators_on_items, requests_of
 from shardwise.serve.placement.workflow import OperatorVariant, RequestSource, Workflow, WorkflowOperator
 
 MAX_LATENCIES = 20_000  # number of last latencies
+MAX_BODY_BYTES = 64 << 20  # of a request
 RETRY_S = 60.0
+
+
+class BadRequest(Exception):
+    """A request that is wrong: the client is told why, with this status."""
+
+    def __init__(self, reason: str, status: int = 400) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class QueuesFull(Exception):
@@ -83,14 +94,19 @@ class Ingress:
         begun = time.monotonic()
         self._counts["arrived"] += 1
         try:
-            values = _parse_values(await request.body(), request.headers.get("content-type", ""))
+            values = _parse_values(await _read_body(request), request.headers.get("content-type", ""), self._routes.table["sources"])
             answer = await self.answer(values)
+        except BadRequest as error:
+            self._counts["failed"] += 1
+            return JSONResponse({"error": str(error)}, error.status)
         except QueuesFull as error:
             self._counts["refused"] += 1
             return JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
-        except Exception as error:
+        except Exception:
             self._counts["failed"] += 1
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"[:2000]}, 500)
+            number = secrets.token_hex(4)  # in the answer and in the log, which alone has the traceback
+            logging.getLogger(__name__).exception("request %s failed", number)
+            return JSONResponse({"error": f"the workflow failed; the server's log has the cause of request {number}"}, 500)
         self._counts["answered"] += 1
         self._latencies.append((time.time(), time.monotonic() - begun))
         return JSONResponse({"answer": _as_json(answer)})
@@ -220,15 +236,38 @@ def _emulated_requests(op: WorkflowOperator, inner: frozenset[str], before: Mapp
     return [tuple(None for _ in op.inputs)] * max(1, round(max(ratio for _, ratio in op.inputs)))
 
 
-def _parse_values(body: bytes, kind: str) -> dict[str, Any]:
-    """Parse a request's values by source: safetensors, or JSON with lists."""
+async def _read_body(request: Any) -> bytes:
+    """Read the body of a request. Raises BadRequest as soon as it has more than `MAX_BODY_BYTES`."""
+    body = bytearray()
+    async for data in request.stream():
+        body += data
+        if len(body) > MAX_BODY_BYTES:
+            raise BadRequest(f"the request has more than {MAX_BODY_BYTES:,} bytes", 413)
+    return bytes(body)
+
+
+def _parse_values(body: bytes, kind: str, sources: Collection[str]) -> dict[str, Any]:
+    """Parse a request's values by source: safetensors, or JSON with lists. Raises BadRequest for anything else."""
     if not body:
         return {}
-    if "json" not in kind:
-        from safetensors.numpy import load  # here: an extra
+    try:
+        if "json" not in kind:
+            from safetensors.numpy import load  # here: an extra
 
-        return dict(load(body))
-    return {name: np.asarray(value, np.float32) if isinstance(value, list) else value for name, value in json.loads(body).items()}
+            values = dict(load(body))
+        else:
+            read = parse_json(body)
+            if not isinstance(read, dict):
+                raise BadRequest("the request is no JSON object with a value for each source")
+            values = {name: np.asarray(value, np.float32) if isinstance(value, list) else value for name, value in read.items()}
+    except BadRequest:
+        raise
+    except Exception as error:  # safetensors and numpy raise many kinds
+        form = "JSON" if "json" in kind else "safetensors (or say content-type: application/json)"
+        raise BadRequest(f"the request is no {form} that can be read, or a list in it is no array of numbers") from error
+    if unknown := sorted(set(values) - set(sources)):
+        raise BadRequest(f"the request has {', '.join(unknown)[:200]}, and the workflow's sources are {', '.join(sorted(sources))}")
+    return values
 
 
 def _as_json(value: Any) -> Any:

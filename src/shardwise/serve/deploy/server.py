@@ -1,8 +1,8 @@
 """A service plan deployed on Ray Serve, monitored, and replanned when workers fail or the request rate changes.
 
-Without `address` Ray starts here with one logical resource a worker; the nodes of a Ray cluster must have these (`ray start --resources
-'{"worker:edge": 1}'`). Every deployment of the plan is a separate application, so that a new plan starts next to the old one, the ingress
-switches to it between two requests, and only then the deployments that it drops end.
+Without `address` Ray starts here, on loopback, with one logical resource a worker; the nodes of a Ray cluster must have these
+(`ray start --resources '{"worker:edge": 1}'`). Every deployment of the plan is a separate application, so that a new plan starts next to
+the old one, the ingress switches to it between two requests, and only then the deployments that it drops end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from urllib.parse import quote
 
 from shardwise.errors import Infeasible, UsageError
 from shardwise.serve.deploy.ingress import Ingress
+from shardwise.serve.deploy.local_ray import configure_local_ray
 from shardwise.serve.deploy.replica import OperatorReplica
 from shardwise.serve.deploy.routing_table import Deployment, deployments_of, routing_table_of
 from shardwise.serve.placement.assignment_milp import Demand, ServicePlan
@@ -141,6 +142,8 @@ class Server:
         Raises:
             UsageError: Ray is not installed, the port is taken, a worker is not here. RunError: a replica does not start.
         """
+        if not self.options.address:
+            configure_local_ray()
         ray, serve = import_ray_serve()
         refuse_remote_workers(self.machines, self.plan, self.options)
         deployments_of(self.workflow, self.machines, self.plan)

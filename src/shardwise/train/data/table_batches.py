@@ -52,8 +52,10 @@ def table_batches_of(
     targets = torch.from_numpy(labels.copy())
     label_name, label = label_entries[0]
     if not label.is_floating_point():
-        if not torch.equal(targets, targets.round()) or ((classes := resolved.classes) and float(targets.max()) >= classes):
-            largest = float(targets.max())
-            raise ConfigError(f"{resolved.name} tells classes apart, and labels are no numbers of its classes, up to {largest:g}")
+        least, largest, classes = float(targets.min()), float(targets.max()), resolved.classes
+        if not torch.equal(targets, targets.round()) or least < 0 or (classes and largest >= classes):
+            raise ConfigError(
+                f"{resolved.name} tells classes apart, and labels are no numbers of its classes: they go from {least:g} to {largest:g}"
+            )
         targets = targets.long()
     return TableBatches(torch.from_numpy(features), targets.view(-1, *[1] * (label.dim() - 1)), order, (wide[0][0], label_name))

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TextIO
 
-from shardwise.world.guard import TOKEN_VARIABLE
+from shardwise.world.guard import NO_TOKEN, TOKEN_VARIABLE
 from shardwise.world.launch.join import join
 from shardwise.world.world import World
 
@@ -95,4 +95,5 @@ def current_data_coordinate() -> DataParallelCoordinate | None:
 
 def run_token() -> str:
     """Return the secret that ranks and servers share, see `shardwise.world.guard`; empty if there is none."""
-    return os.environ.get(TOKEN_VARIABLE, "")
+    token = os.environ.get(TOKEN_VARIABLE, NO_TOKEN)
+    return "" if token == NO_TOKEN else token

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, format_error
 from shardwise.train.data.reading.records import DataRecord
 from shardwise.train.data.reading.tokenizers import Tokenizer
 
@@ -78,7 +78,8 @@ def documents_of(records: Iterable[DataRecord], columns: Columns, tokenizer: Tok
             read = _span_reader(shape, columns, tokenizer)
             if shape == "messages":  # the chat template adds both
                 begin = end = ()
-        documents = [spans for spans in map(read, chunk) if any(text for text, _ in spans)]
+        spans_of_records = [_check_spans(read(record), record) for record in chunk]
+        documents = [spans for spans in spans_of_records if any(text for text, _ in spans)]
         encoded = iter(tokenizer.encode([text for spans in documents for text, _ in spans]))
         for spans in documents:
             ids, learned = list(begin), [spans[0][1]] * len(begin)
@@ -87,6 +88,19 @@ def documents_of(records: Iterable[DataRecord], columns: Columns, tokenizer: Tok
                 ids += tokens
                 learned += [is_learned] * len(tokens)
             yield Document([*ids, *end], [*learned, *[spans[-1][1]] * len(end)])
+
+
+def _check_spans(spans: list[Span], record: DataRecord) -> list[Span]:
+    """Return the spans of a record. Raises ConfigError for text that no tokenizer can encode: half of a surrogate pair, as in "\\ud800"."""
+    for text, _ in spans:
+        try:
+            text.isascii() or text.encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise ConfigError(
+                f"{record.where}: character {error.start} of its text is {half}, half of a pair and no character; mend it, or take it out"
+            ) from error
+    return spans
 
 
 def _span_reader(shape: RecordShape, columns: Columns, tokenizer: Tokenizer) -> Callable[[DataRecord], list[Span]]:
@@ -110,7 +124,10 @@ def text_of_column(record: DataRecord, name: str, key: str = "data.text_column")
     """Return a record's text in a column. Raises ConfigError if it is no text."""
     value = column_value(record, name, key)
     if isinstance(value, bytes):
-        value = value.decode("utf-8", errors="replace")
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f'{record.where}: byte {error.start} of "{name}" is not UTF-8; convert it, or take the record out') from error
     if not isinstance(value, str):
         raise ConfigError(f'{record.where}: "{name}" is {type(value).__name__}, no text; {key} names a column of text')
     return value
@@ -125,7 +142,7 @@ def fill_template(record: DataRecord, which: str) -> str:
         column_value(record, name, key)
     try:
         return which.format_map(record.values)
-    except (ValueError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise ConfigError(f'{record.where}: the template "{which}" cannot be filled: {error}; write braces that are text twice') from error
 
 
@@ -139,7 +156,12 @@ def _conversation_spans(record: DataRecord, name: str, tokenizer: Tokenizer) -> 
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, after = tokenizer.chat(messages[:number], True), tokenizer.chat(messages[: number + 1], False)
+        try:
+            before, after = tokenizer.chat(messages[:number], True), tokenizer.chat(messages[: number + 1], False)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the template, or of a value in it
+            raise ConfigError(f"{record.where}: the chat template fails at message {number}: {format_error(error)}; mend it") from error
         if not (before.startswith(formatted) and after.startswith(before)):
             raise ConfigError(
                 f"{record.where}: message {number} is written differently once more follow it, by the tokenizer's chat template, so that "

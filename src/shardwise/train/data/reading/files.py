@@ -20,13 +20,18 @@ NUM_READERS = 4
 
 
 def walk_files(root: Path) -> Iterator[Path]:
-    """Yield regular files below a folder, sorted, without hidden ones and without following links."""
-    for folder, folders, files in os.walk(root):
+    """Yield regular files below a folder, sorted, without hidden ones and without following links. Raises OSError for a folder that
+    cannot be read, which `os.walk` would leave out."""
+    for folder, folders, files in os.walk(root, onerror=_raise_error):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file() and not path.is_symlink():
                 yield path
+
+
+def _raise_error(error: OSError) -> None:
+    raise error
 
 
 def find_files(names: Sequence[str], accepts: Callable[[Path], bool], key: str, expected: str) -> list[Path]:
@@ -42,7 +47,12 @@ def find_files(names: Sequence[str], accepts: Callable[[Path], bool], key: str, 
             if match.is_file():
                 files.append(match)
             elif match.is_dir():
-                files += filter(accepts, walk_files(match))
+                try:
+                    files += filter(accepts, walk_files(match))
+                except OSError as error:
+                    raise ConfigError(f"{key}: {error.filename} cannot be read: {error.strerror}; make it readable") from error
+            elif match.exists():
+                raise ConfigError(f"{key}: {name} is no regular file; name a file, a folder or a pattern of {expected}")
             else:
                 raise ConfigError(f"{key}: {name} does not exist; name a file, a folder or a pattern of {expected}")
     if not files:

@@ -22,6 +22,7 @@ from shardwise.train.data.reading.files import CHECKSUM_BYTES, NUM_READERS, chec
 from shardwise.train.data.reading.records import decode_member, list_members
 
 Numbers = npt.NDArray[np.int64]
+MAX_CLASSES = 1 << 24
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 FILES, INDEX, SUMS = "files.txt", "images.bin", "images.sums"
 
@@ -51,7 +52,7 @@ def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -
     rows += [(number + len(files), start, size, label[k]) for number, start, size, k in validation_rows]
     files += validation_files
     index = np.asarray(rows, np.int64).reshape(-1, 4)
-    names = [str(file.resolve()) for file in files]
+    names = [_listed_name(file) for file in files]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((FILES, "".join(f"{name}\n" for name in names).encode()), (INDEX, index.tobytes())):
@@ -61,6 +62,17 @@ def write_index(train: Sequence[str], validation: Sequence[str], folder: Path) -
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; use a run.folder with room for it") from error
     return ImageSet(len(index) - len(validation_rows), len(validation_rows), tuple(classes), digest_of_images(folder))
+
+
+def _listed_name(file: Path) -> str:
+    """Return a file's path as a line of the index. Raises ConfigError for a name that is no line of text."""
+    name = str(file.resolve())
+    try:
+        if len(name.encode().splitlines()) == 1 == len(name.splitlines()):
+            return name
+    except UnicodeEncodeError:
+        pass
+    raise ConfigError(f"the image {name!r}: its name has a line break or bytes that are not UTF-8; rename it")
 
 
 def _list_images(paths: Sequence[str], key: str) -> tuple[list[Path], list[tuple[int, int, int, int]], list[str]]:
@@ -107,12 +119,14 @@ def _list_tar_shards(shards: Sequence[Path], key: str) -> tuple[list[Path], list
                 if not labels:
                     raise ConfigError(f"{file}, {name}: no number of its class beside it ({name}.cls); write one, or leave the image out")
                 data.seek(labels[0].start)
-                label = decode_member("cls", data.read(labels[0].size), f"{file}, {name}")
-                rows.append((number, images[0].start, images[0].size, int(label)))
+                label = int(decode_member("cls", data.read(labels[0].size), f"{file}, {name}"))
+                if not 0 <= label < MAX_CLASSES:
+                    raise ConfigError(
+                        f"{key}: {file}, {name}.cls has class {label}; classes are numbered from 0, to {MAX_CLASSES:,} at most"
+                    )
+                rows.append((number, images[0].start, images[0].size, label))
     if not rows:
         raise ConfigError(f"{key}: no images ({', '.join(ENDINGS)}) in {', '.join(map(str, shards))}; write them beside .cls files")
-    if min(row[3] for row in rows) < 0:
-        raise ConfigError(f"{key}: a class below 0 in the .cls files; classes are numbered from 0")
     return list(shards), rows, [str(i) for i in range(max(row[3] for row in rows) + 1)]
 
 

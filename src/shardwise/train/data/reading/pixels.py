@@ -76,7 +76,7 @@ def prepare_with_pillow(contents: Sequence[bytes], where: Sequence[str], crops: 
             image = library.open(io.BytesIO(content)).convert("RGB" if form.channels == 3 else "L")
             image = image.crop(box_of(crop, image.width, image.height, form))
             image = image.resize((form.width, form.height), library.Resampling.BILINEAR)
-        except (OSError, ValueError, SyntaxError) as error:
+        except Exception as error:  # Pillow's decoders raise many kinds, and one of its own for absurd sizes
             raise RunError(
                 f"{name} is no image that Pillow can read: {format_error(error)}; mend it, or leave it out and begin again"
             ) from error

@@ -8,13 +8,15 @@ from __future__ import annotations
 import csv
 import gzip
 import importlib
-import json
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from shardwise.errors import ConfigError, format_error
+from shardwise.plan.ir.toml_text import parse_json
 from shardwise.train.data.reading.files import find_files
 
 EXTRA = "shardwise[data]"
@@ -30,12 +32,12 @@ class DataRecord(NamedTuple):
 def read_jsonl(file: Path) -> Iterator[DataRecord]:
     """Read one JSON object a line, also from `.gz`; empty lines are skipped."""
     with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in _numbered_lines(lines, file):
             if not line.strip():
                 continue
             where = f"{file}, line {number}"
             try:
-                values = json.loads(line)
+                values = parse_json(line)
             except ValueError as error:
                 raise ConfigError(f"{where}: no JSON: {error}; mend the line or take it out") from error
             if not isinstance(values, dict):
@@ -43,17 +45,34 @@ def read_jsonl(file: Path) -> Iterator[DataRecord]:
             yield DataRecord(where, values)
 
 
+def _numbered_lines(lines: Iterable[bytes], file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, line). Raises ConfigError with the line at which a compressed file is damaged or ends too early."""
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{file}, line {number + 1} cannot be read: {format_error(error)}; write the file again") from error
+
+
 def read_csv(file: Path) -> Iterator[DataRecord]:
     """Read one record a row, with the columns of the header row."""
-    with open(file, encoding="utf-8", newline="") as lines:
-        reader = csv.DictReader(lines)
+    with open(file, encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, strict=True)  # a quote that is never closed is an error
         try:
+            if double := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+                raise ConfigError(f"{file}, line 1: two columns are called {double[0]!r}; rename one")
             for row in reader:
                 where = f"{file}, line {reader.line_num}"
                 if None in row or None in row.values():
                     num_columns = len(reader.fieldnames or ())
                     raise ConfigError(f"{where}: not as many fields as the first row has columns ({num_columns}); mend the row")
                 yield DataRecord(where, row)
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{file}, after line {reader.reader.line_num}: {error.object[error.start : error.end]!r} is not UTF-8; "
+                "convert the file, or leave it out"
+            ) from error
         except csv.Error as error:
             where = f"{file}, line {reader.reader.line_num}"
             raise ConfigError(f"{where} is no csv: {error}; mend the row, or write long texts as jsonl") from error
@@ -62,15 +81,25 @@ def read_csv(file: Path) -> Iterator[DataRecord]:
 def read_parquet(file: Path) -> Iterator[DataRecord]:
     """Read one record a row."""
     library = import_optional("pyarrow.parquet", 'data.source = "parquet"')
+    number = 0
     try:
         table = library.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches():
+        batches: Iterator[Any] = table.iter_batches()
+        while (batch := next(batches, None)) is not None:
             for values in batch.to_pylist():
                 yield DataRecord(f"{file}, row {number}", values)
                 number += 1
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is no parquet file that can be read: {format_error(error)}; write it again, or leave it out") from error
+        num_rows = table.metadata.num_rows
+    except Exception as error:  # pyarrow raises many kinds for damaged pages
+        raise ConfigError(
+            f"{file} is no parquet file that can be read, row {number} on: {format_error(error)}; write it again, or leave it out"
+        ) from error
+    _check_count(file, number, num_rows, "rows")
+
+
+def _check_count(where: object, read: int, expected: int, unit: str) -> None:
+    if read != expected:
+        raise ConfigError(f"{where}: {read:,} {unit} were read, and it says that it has {expected:,}; write it again, or leave it out")
 
 
 def read_text_file(file: Path) -> Iterator[DataRecord]:
@@ -97,6 +126,7 @@ def list_members(file: Path) -> Iterator[tuple[str, list[ShardMember]]]:
     """
     try:
         with tarfile.open(file, "r:") as archive:
+            size = file.stat().st_size
             key, group = "", list[ShardMember]()
             for entry in archive:
                 if not entry.isfile():
@@ -110,11 +140,28 @@ def list_members(file: Path) -> Iterator[tuple[str, list[ShardMember]]]:
                     yield key, group
                     group = []
                 key = at
+                if not 0 <= entry.size <= size - entry.offset_data:
+                    raise ConfigError(
+                        f"{file}, byte {entry.offset_data}: {entry.name} has {entry.size:,} bytes by its header, and the file ends after "
+                        f"{size:,}; write the shard again"
+                    )
                 group.append(ShardMember(ending.lower(), entry.offset_data, entry.size))
+            _check_end_of_archive(file, archive.offset)
             if group:
                 yield key, group
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise ConfigError(f"{file} is no tar file that can be read: {error}; unpack compressed shards, or write them again") from error
+
+
+def _check_end_of_archive(file: Path, end: int) -> None:
+    """Raise ConfigError if a tar file has no block of zeros at `end`, or more than zeros behind it: the library would ignore the rest."""
+    with open(file, "rb") as data:
+        data.seek(end)
+        if data.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise ConfigError(f"{file}, byte {end}: the shard is damaged or cut off here; write it again")
+        while block := data.read(1 << 20):
+            if any(block):
+                raise ConfigError(f"{file}, byte {end}: the shard ends here, and more than zeros follow; unpack joined shards")
 
 
 def read_tar_shard(file: Path) -> Iterator[DataRecord]:
@@ -140,7 +187,7 @@ def decode_member(ending: str, content: bytes, where: str) -> Any:
             case "txt" | "text":
                 return content.decode()
             case "json":
-                return json.loads(content)
+                return parse_json(content)
             case "cls" | "cls2" | "index" | "id":
                 return int(content)
     except ValueError as error:
@@ -168,8 +215,23 @@ def read_huggingface(name: str, subset: str, split: str, streaming: bool) -> Ite
             f"folder that "
             "save_to_disk wrote, a folder of its files, or a name of the hub where there is a network"
         ) from error
-    for number, values in enumerate(dataset):
-        yield DataRecord(f"{name}, {split}[{number}]", values)
+    yield from _number_records(dataset, f"{name}, {split}", None if streaming else len(dataset))
+
+
+def _number_records(dataset: Iterable[Mapping[str, Any]], where: str, num_rows: int | None) -> Iterator[DataRecord]:
+    """Yield the records of a dataset with their numbers. Raises ConfigError where it cannot be read, or has other than `num_rows` rows."""
+    records, number = iter(dataset), 0
+    while True:
+        try:
+            values = next(records)
+        except StopIteration:
+            break
+        except Exception as error:
+            raise ConfigError(f"{where}[{number}] cannot be read: {format_error(error)}; load or write the data set again") from error
+        yield DataRecord(f"{where}[{number}]", values)
+        number += 1
+    if num_rows is not None:
+        _check_count(where, number, num_rows, "rows")
 
 
 def _split_of(splits: Mapping[str, Any], name: str, split: str) -> Any:
@@ -231,7 +293,7 @@ def records_in(source: str, files: Sequence[Path]) -> Iterator[DataRecord]:
     for file in files:
         try:
             yield from FORMATS[source].read(file)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, MemoryError) as error:
             raise ConfigError(f"{file} cannot be read: {format_error(error)}; make it readable, or leave it out") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: byte {error.start} is not UTF-8; convert the file, or leave it out") from error

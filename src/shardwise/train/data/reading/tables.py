@@ -46,7 +46,10 @@ class LibraryTableReader:
             frame = self.reader.read_parquet(file) if file.suffix == ".parquet" else self.reader.read_csv(file)
         except Exception as error:
             raise ConfigError(f"{file} is no table that can be read: {format_error(error)}; mend it, or leave it out") from error
-        return {str(name): frame[name].to_numpy() for name in frame.columns}
+        names = list(map(str, frame.columns))
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{file}: two columns are called {max(names, key=names.count)!r}; rename one")
+        return {name: frame[column].to_numpy() for name, column in zip(names, frame.columns, strict=True)}
 
     def standardize(self, learn_from: Floats, values: Floats) -> Floats:
         scaler = self.models.StandardScaler().fit(learn_from)

@@ -67,7 +67,12 @@ def write_documents(documents: Iterable[Document], folder: Path, size: int) -> T
                 if not document.ids:
                     continue
                 num_tokens += len(document.ids)
-                largest = max(largest, *document.ids)
+                least, largest = min(document.ids), max(largest, *document.ids)
+                if least < 0 or largest >= size:
+                    raise ConfigError(
+                        f"document {len(ends)} has token {least if least < 0 else largest}, and the tokenizer says that it has {size}; "
+                        "mend the tokenizer's files"
+                    )
                 ends.append(num_tokens)
                 tokens.write(np.asarray(document.ids, dtype).tobytes())
                 learned.write(bytes(document.loss_mask))
