@@ -61,7 +61,7 @@ def serve_streams(listener: socket.socket, token: bytes, serve: Callable[[socket
     if token:
         serve_authenticated(listener, token, lambda client: serve(_stream_of(client)))
         return
-    clients = _LimitedClients(MAX_LOCAL_CLIENTS)
+    clients = LimitedClients(MAX_LOCAL_CLIENTS)
 
     def admit(client: socket.socket) -> None:
         if not is_same_user(client):
@@ -74,7 +74,7 @@ def serve_streams(listener: socket.socket, token: bytes, serve: Callable[[socket
 
 def serve_authenticated(listener: socket.socket, token: bytes, serve: Callable[[_AuthenticatedConnection], None]) -> None:
     """Call `serve` in a thread with every client of `listener` that proves the token."""
-    strangers = _LimitedClients(MAX_STRANGERS)
+    strangers = LimitedClients(MAX_STRANGERS)
 
     def admit(client: socket.socket) -> None:
         with strangers.entered(client):
@@ -84,7 +84,7 @@ def serve_authenticated(listener: socket.socket, token: bytes, serve: Callable[[
     accept_clients(listener, admit)
 
 
-class _LimitedClients:
+class LimitedClients:
     """Clients of which there are at most `limit` at a time: one more ends the oldest."""
 
     def __init__(self, limit: int) -> None:
@@ -93,6 +93,7 @@ class _LimitedClients:
 
     @contextmanager
     def entered(self, client: socket.socket) -> Iterator[None]:
+        """Context of a thread that serves a client."""
         with self._lock:
             self._clients[client] = None
             for oldest in list(self._clients)[: -self._limit]:

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from shardwise.world.guard import LimitedClients
+
 if TYPE_CHECKING:
     from shardwise.serve.deploy.server import Server
 
+MAX_CLIENTS, CLIENT_LIMIT_S = 64, 10.0  # at a time, the oldest gives way; for a client to send more of its request
 Figures = Mapping[str, Any]
 _COUNTS = {
     "arrived": "came in", "answered": "were answered", "refused": "were refused by full queues", "failed": "failed",
@@ -100,13 +103,27 @@ Latest 30 s: {latencies}.</p><p><b>{html.escape(figures["trouble"])}</b></p><ul>
 def serve_page(figures: Callable[[], Figures], port: int) -> ThreadingHTTPServer:
     """Serve page and metrics on a port of loopback, 0 for any free one, until `shutdown`."""
 
+    clients = LimitedClients(MAX_CLIENTS)
+
+    class PageServer(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def finish_request(self, request: Any, client_address: Any) -> None:
+            with clients.entered(request):
+                super().finish_request(request, client_address)
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Do nothing: the client has gone, or was too slow."""
+
     class Handler(BaseHTTPRequestHandler):
+        timeout = CLIENT_LIMIT_S
+
         def do_GET(self) -> None:
             is_metrics = self.path.startswith("/metrics")
             try:
                 text, status = (format_prometheus if is_metrics else format_page)(figures()), 200
-            except Exception as error:  # Ray is restarting the ingress
-                text, status = f"{type(error).__name__}: {error}\n", 503
+            except Exception:  # Ray is restarting the ingress
+                text, status = "the ingress does not answer now; try again\n", 503
             data = text.encode()
             self.send_response(status)
             self.send_header("Content-Type", "text/plain; version=0.0.4" if is_metrics or status != 200 else "text/html; charset=utf-8")
@@ -117,6 +134,6 @@ def serve_page(figures: Callable[[], Figures], port: int) -> ThreadingHTTPServer
         def log_message(self, *args: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = PageServer(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
