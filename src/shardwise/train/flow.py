@@ -83,11 +83,13 @@ def train(config: TrainingConfig, planner: Planner, world: World | None = None) 
 
 
 def _launch_ranks(config: TrainingConfig, folder: Path, planned: PlannedRun) -> list[Any]:
-    """Launch the ranks and return their results; relaunch them from the last checkpoint if all of them failed together."""
+    """Launch the ranks and return their results; relaunch them from the last checkpoint if all of them failed together, up to `MAX_STARTS`
+    times without a newer one."""
     layout, recovers = planned.plan.layout, config.run.protect != "none"
     # A module that calls the GPU driver on import would make the GPU unusable in all forks.
     modules = engine_modules(planned.device)
-    for num_relaunches in reversed(range(MAX_STARTS if recovers and config.run.resume else 1)):
+    num_starts, saved_step = 0, -1  # since the newest checkpoint, as long as there is none newer
+    while True:
         try:
             return launch(
                 rank_main,
@@ -105,10 +107,11 @@ def _launch_ranks(config: TrainingConfig, folder: Path, planned: PlannedRun) -> 
                 prepare=prepare_ranks if recovers and modules else None,
             )
         except LostForkServer as error:
-            if not num_relaunches:
+            newest = _saved_step(folder)
+            num_starts, saved_step = 1 if newest > saved_step else num_starts + 1, newest
+            if num_starts >= (MAX_STARTS if recovers and config.run.resume else 1):
                 raise
             print(f"{error}; the ranks are restarted from the last checkpoint", file=sys.stderr)
-    raise AssertionError
 
 
 def _saved_step(folder: Path) -> int:

@@ -91,8 +91,33 @@ def test_a_crash_loop_ends_with_its_cause_and_progress_forgives() -> None:
     assert after(*losses)[0].stage is RecoveryStage.REGROUP
     state, told = after(*losses, *losses[:1])
     assert state.stage is RecoveryStage.FAILED
-    assert told[-1] == [FailRun(1, "4 losses of a rank after step 7, and no step further; the last: rank 1 was killed by SIGSEGV")]
+    assert told[-1] == [FailRun(1, "4 losses of ranks after step 7, and no step further; the last: rank 1 was killed by SIGSEGV")]
     assert after(*losses, *[RankEnded(1, "", 8)] * 3)[0].stage is RecoveryStage.REGROUP
+
+
+def killed_at_once(num_ranks: int, times: int, most: int) -> RecoveryState:
+    """The state after all ranks were killed together, and came again, so many times at one step."""
+    events: list[Event] = [*joined(0, num_ranks)]
+    for generation in range(num_ranks, num_ranks * times + 1, num_ranks):
+        events += [*(RankEnded(rank, "killed", 7) for rank in range(num_ranks)), *joined(generation, num_ranks)]
+    return after(*events, num_ranks=num_ranks, most=most)[0]
+
+
+def test_all_ranks_of_a_host_are_one_loss() -> None:
+    """Eight ranks, three times at one step; of them alone one is too many by count of ranks."""
+    state = killed_at_once(8, 3, most=3)
+    assert (state.stage, state.num_losses) == (RecoveryStage.RUNNING, 3)
+    assert killed_at_once(8, 4, most=3).stage is RecoveryStage.FAILED
+    assert killed_at_once(1, 3, most=3).stage is RecoveryStage.RUNNING
+
+
+def test_ranks_that_always_fail_together_before_they_run_end_the_run() -> None:
+    events = [RankEnded(rank, "out of memory", -1) for rank in range(4)]
+    state, _ = after(*events * 3, num_ranks=4, most=3)
+    assert (state.stage, state.num_losses) == (RecoveryStage.REGROUP, 3)
+    assert after(*events * 4, num_ranks=4, most=3)[0].stage is RecoveryStage.FAILED
+    hung = [*joined(0), RankHung(0, ""), RankEnded(0, "", 7), RankEnded(1, "", 7), *joined(2), RankHung(1, ""), RankEnded(1, "", 7)]
+    assert after(*hung)[0].num_losses == 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -66,8 +66,10 @@ def rows(config: TrainingConfig) -> int:
 class Harm:
     """Does something to a rank, drawn at random, each time that so many steps have been told."""
 
-    def __init__(self, launcher: Launcher, config: TrainingConfig, at: tuple[int, ...], number: signal.Signals, seed: int = 0) -> None:
-        self.done = 0
+    def __init__(
+        self, launcher: Launcher, config: TrainingConfig, at: tuple[int, ...], number: signal.Signals, seed: int = 0, of_all: bool = False
+    ) -> None:
+        self.done, self._of_all = 0, of_all
         self._thread = threading.Thread(target=self._work, args=(launcher, config, at, number, random.Random(seed)), daemon=True)
 
     def __enter__(self) -> Harm:
@@ -84,7 +86,8 @@ class Harm:
                 time.sleep(0.001)
             time.sleep(draw.uniform(0, 0.02))
             if ranks := ranks_of(launcher):
-                os.kill(draw.choice(ranks), number)
+                for pid in ranks if self._of_all else [draw.choice(ranks)]:
+                    os.kill(pid, number)
                 self.done += 1
 
 
@@ -112,6 +115,20 @@ def test_killed_ranks_cost_no_bit(tmp_path: Path, train: Callable[[TrainingConfi
         assert train(harmed) == calm
     assert harm.done == 4
     assert token_of(Path(lasting(tmp_path / "harmed", layout).run.folder) / "checkpoints") == 1  # its ranks have gone on as one writer
+
+
+def test_all_ranks_at_once_several_times_cost_no_bit(
+    tmp_path: Path, train: Callable[[TrainingConfig], list[float]], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one loss is allowed at a step, four ranks that are killed together are that one."""
+    policy = flow.RecoveryPolicy
+    monkeypatch.setattr(flow, "RecoveryPolicy", lambda **options: policy(max_losses=1, **options))
+    layout = "data=2 pipeline=2 microbatches=2 zero=1"
+    calm = train(lasting(tmp_path / "calm", layout, protect="none"))
+    harmed = lasting(tmp_path / "harmed", layout)
+    with Harm(launcher, harmed, (3, 9, 20), signal.SIGKILL, of_all=True) as harm:
+        assert train(harmed) == calm
+    assert harm.done == 3
 
 
 def test_ranks_of_several_hosts_cost_no_bit(

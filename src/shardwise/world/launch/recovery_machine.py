@@ -4,7 +4,8 @@
        └────────────────Ended───────────────────┘ (again during Regroup: generation + 2)        too many losses at one step: Failed
 
 A new generation makes the surviving ranks unwind. A rank is replaced only after its process has ended: a stopped one cannot wake up and
-write. Failures count until a step is done: a long run survives any number, and one that always fails in the same step ends with the cause.
+write. Losses count until a step is done: a long run survives any number, and one that always fails in the same step ends with the cause.
+Ranks that fail until all run again are one loss (a host, a switch, want of memory), unless one of them fails twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RecoveryStage(Enum):
 class RecoveryState:
     """State of the recovery. `being_killed`: killed ranks that have not ended yet; `not_joined`: those killed for not joining, which
     count as no failure; `to_fork`: ranks to fork after that. `replaces_all`: replace all ranks with one (if collectives cannot be aborted).
-    `num_losses`: failures since `num_steps` steps were done and `num_saved_steps` checkpointed; `max_losses` are allowed."""
+    `num_losses`: losses since `num_steps` steps were done and `num_saved_steps` checkpointed; `max_losses` are allowed.
+    `ranks_of_loss`: ranks of the last of them, until all run again."""
 
     num_ranks: int
     max_losses: int
@@ -35,6 +37,7 @@ class RecoveryState:
     to_fork: frozenset[int] = frozenset()
     not_joined: frozenset[int] = frozenset()
     num_losses: int = 0
+    ranks_of_loss: frozenset[int] = frozenset()
     num_steps: int = -1
     num_saved_steps: int = -1
 
@@ -113,7 +116,7 @@ def advance_recovery(state: RecoveryState, event: Event) -> tuple[RecoveryState,
 
     >>> state, todo = advance_recovery(RecoveryState(2, max_losses=3), RankEnded(1, "rank 1 was killed by SIGKILL", 7))
     >>> state.stage.name, todo[1:]
-    ('REGROUP', [Publish(generation=1), Fork(rank=1, generation=1)])
+    ('REGROUP', [PublishGeneration(generation=1), ForkRank(rank=1, generation=1)])
     """
     if state.stage is RecoveryStage.FAILED:
         return state, []
@@ -131,9 +134,9 @@ def advance_recovery(state: RecoveryState, event: Event) -> tuple[RecoveryState,
             if generation != state.generation or state.stage is not RecoveryStage.REGROUP:
                 return state, []
             joined = state.joined | {rank}
-            return replace(
-                state, joined=joined, stage=RecoveryStage.RUNNING if len(joined) == state.num_ranks else RecoveryStage.REGROUP
-            ), []
+            if len(joined) < state.num_ranks:
+                return replace(state, joined=joined), []
+            return replace(state, joined=joined, stage=RecoveryStage.RUNNING, ranks_of_loss=frozenset()), []
         case RejoinOverdue():
             late = sorted(set(range(state.num_ranks)) - state.joined - state.being_killed) if state.stage is RecoveryStage.REGROUP else []
             if not late:
@@ -147,11 +150,14 @@ def advance_recovery(state: RecoveryState, event: Event) -> tuple[RecoveryState,
 
 def _on_rank_ended(state: RecoveryState, event: RankEnded) -> tuple[RecoveryState, list[Instruction]]:
     rank, why, steps, saved = event.rank, event.reason, event.num_steps, event.num_saved_steps
-    losses = (state.num_losses if (steps, saved) == (state.num_steps, state.num_saved_steps) else 0) + (rank not in state.not_joined)
+    earlier = state.num_losses if (steps, saved) == (state.num_steps, state.num_saved_steps) else 0
+    is_counted = rank not in state.not_joined
+    is_new_loss = is_counted and (not earlier or not state.ranks_of_loss or rank in state.ranks_of_loss)
+    losses, together = earlier + is_new_loss, frozenset[int]() if is_new_loss else state.ranks_of_loss
     if losses > state.max_losses:
         when = f"after step {max(steps, saved)}" if max(steps, saved) >= 0 else "before the first step"
         return replace(state, stage=RecoveryStage.FAILED), [
-            FailRun(rank, f"{losses} losses of a rank {when}, and no step further; the last: {why}")
+            FailRun(rank, f"{losses} losses of ranks {when}, and no step further; the last: {why}")
         ]
     source = f"its state after step {steps} is kept" if steps >= 0 else "it begins with the last checkpoint"
     todo: list[Instruction] = [ReportText(f"{why}; {source}, and a new process takes its place")] if rank not in state.being_killed else []
@@ -165,6 +171,7 @@ def _on_rank_ended(state: RecoveryState, event: RankEnded) -> tuple[RecoveryStat
         not_joined=absent,
         to_fork=missing,
         num_losses=losses,
+        ranks_of_loss=together | {rank} if is_counted else together,
         num_steps=steps,
         num_saved_steps=saved,
         joined=frozenset(),
