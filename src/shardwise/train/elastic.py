@@ -60,9 +60,9 @@ class _SurvivingState:
 
     @property
     def steps(self) -> Sequence[int]:
-        """Steps whose state this rank has in its own snapshots."""
+        """Steps whose state this rank has in its own snapshots, undamaged."""
         snapshots = self.run.snapshots if self.run is not None else None
-        return [step for step in snapshots.steps if step is not None] if snapshots is not None else []
+        return [step for step in snapshots.steps if step is not None and not snapshots.find_damage(step)] if snapshots is not None else []
 
     @property
     def copied_steps(self) -> Sequence[int]:
@@ -77,6 +77,8 @@ class _SurvivingState:
             note = self.run.snapshots.restore(step)
             pieces = self.run.engine.state_shards()
         for copy in self.copies.copies_at(step) if self.copies is not None else ():
+            if not copy.is_intact:  # its shards are missing then, and the checkpoint is gone on from
+                continue
             note = note or dict(copy.note)
             pieces += copy.shards
         return note, pieces

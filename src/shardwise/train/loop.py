@@ -29,7 +29,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
 from shardwise.run.engine import DeviceOptions, Engine
 from shardwise.run.rank_model.model_source import CachedModelSource
-from shardwise.run.recovery.snapshots import Snapshots, agree_on_step, required_bytes, state_for_memory
+from shardwise.run.recovery.snapshots import Snapshots, agree_on_intact_step, agree_on_step, required_bytes, state_for_memory
 from shardwise.run.step.dispatch import StepResult
 from shardwise.train import artifacts
 from shardwise.train.checkpoint_saver import CheckpointSaver
@@ -160,6 +160,7 @@ class TrainingRun:
         self.snapshots: Snapshots | None = None
         self.step_guard: StepGuard | None = None
         self.resumable_steps = ResumableSteps(world, engine, lambda words: self.display.say(words))
+        self._damage = ""  # of snapshots that were not restored
         self._unprotected_reason = ""  # why the state is not in persistent memory, although it should be
         self.step_times: list[float] = []
         self.data_waits_s: list[float] = []  # seconds of waiting for the batch of each step
@@ -195,8 +196,8 @@ class TrainingRun:
         with open_display(self.world.rank, self.section.steps, start) as self.display, self._open_metrics(start) as write:
             if start and not self.world.generation:
                 self.display.say(f"resuming after step {start}")
-            if self._unprotected_reason:
-                self.display.say(self._unprotected_reason)
+            for words in filter(None, (self._unprotected_reason, self._damage)):
+                self.display.say(words)
             if layout.microbatches > 1 and (words := describe_microbatch_couplings(self.engine.rank_model.couplings)):
                 self.display.say(words)
             if self.snapshots is not None:
@@ -217,7 +218,7 @@ class TrainingRun:
         steps done and the metrics row of the last, if it may not have been written. Recovering ranks keep their checkpoint token."""
         self.snapshots = self._create_snapshots()
         if self.snapshots is not None and self.world.generation:
-            step = agree_on_step(self.world)
+            step, self._damage = agree_on_intact_step(self.world, self.snapshots)
             if step is not None:
                 row = self.snapshots.restore(step)
                 self.resumable_steps.vote(step)
@@ -228,7 +229,8 @@ class TrainingRun:
                 is_written = self.world.rank == 0 and last_step(path) >= step
                 return step, None if checkpoint.broadcast_from_first(self.world, int(is_written or not row)) else row
             self.snapshots.forget()
-        assert not recovers_from_memory(self.world, self.job) or self.engine.source.has_values, "the snapshot that was voted for exists"
+        if not self.engine.source.has_values and not (self.job.config.run.resume and checkpoint.committed_checkpoints(self.checkpoints)):
+            raise RunError(f"{self._damage}, and there is no checkpoint yet; run the same command again")
         self.saving.token = checkpoint.broadcast_from_first(
             self.world, checkpoint.claim_folder(self.checkpoints) if self.world.rank == 0 else 0
         )

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.errors import RunError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.recovery.fingerprints import fingerprint_of, wrap_to_int64
-from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_step, newest_common_step, required_bytes
+from shardwise.run.recovery.gradient_snapshots import GradientSnapshots, encode_mark
+from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_intact_step, agree_on_step, newest_common_step, required_bytes
 from shardwise.world import persistent_memory, recorder
 from shardwise.world.persistent_memory import PersistentMemory, create_memory_files
 from shardwise.world.recorder import CollectiveRecorder
@@ -211,3 +213,53 @@ def test_who_takes_over_a_state_needs_no_initial_values(precision: str) -> None:
         y.copy_(x)
     assert first.step(batch).loss == other.step(batch).loss
     assert all(map(torch.equal, first.state().mutable, other.state().mutable))
+
+
+def flip(memory: PersistentMemory, name: str, at: int) -> None:
+    data = memory.memory(memory.size(name), name)
+    data[at] ^= 4
+
+
+def test_a_bit_that_flips_in_kept_memory_is_told_and_the_step_before_is_taken(tmp_path: Path) -> None:
+    """Every byte of a half, one after another: of state, note, digests and what is constant; the other half stays as it is."""
+    recorder.create_record_file(tmp_path / "record", 1)
+    held, state, fixed = create_memory_files(1), [torch.randn(5), torch.randn(3)], [torch.randn(3)]
+    memory = PersistentMemory(0, held)
+    world = world_of(tmp_path / "record", memory)
+    snapshots = Snapshots(world, RankState(state, fixed))
+    for step in (1, 2):
+        state[0] += 1
+        snapshots.take(step, {"loss": step})
+    assert agree_on_intact_step(world, snapshots) == (2, "")
+    found: dict[tuple[int | None, bool], int] = {}
+    for at in range(memory.size()):
+        flip(memory, "state", at)
+        step, words = agree_on_intact_step(world, snapshots)
+        assert bool(words) == (step != 2) or step == 1
+        found[step, bool(words)] = found.get((step, bool(words)), 0) + 1
+        damaged = [number for number in (1, 2) if snapshots.find_damage(number)]
+        for number in damaged:
+            with pytest.raises(RunError, match=f"after step {number} in the memory of rank 0 has another digest"):
+                snapshots.restore(number)
+        flip(memory, "state", at)
+    note = len('{"loss": 1}')
+    assert found[1, True] == 4 * 8 + note + 8 + 8 + 4  # two tensors, the note, digests and length: each once in this half
+    assert found[None, True] == 3 * 4  # what is constant is in both
+    assert snapshots.restore(2) == {"loss": 2}
+
+
+def test_a_bit_that_flips_in_kept_gradients_ends_the_run(tmp_path: Path) -> None:
+    recorder.create_record_file(tmp_path / "record", 1)
+    memory = PersistentMemory(0, create_memory_files(1))
+    kept = GradientSnapshots(world_of(tmp_path / "record", memory), [12, 40])
+    half = kept.begin(3)
+    assert half is not None
+    kept.write(half, 0, torch.ones(3))
+    kept.write(half, 1, torch.ones(7))
+    kept.commit(half, mark := encode_mark(3, 2, 1))
+    assert [kept.read(mark, index)[1] for index in (0, 1)] == [1, 1]
+    at = memory.memory(memory.size("gradients"), "gradients")[:].index(torch.ones(7).numpy().tobytes())
+    flip(memory, "gradients", at + 9)
+    assert kept.read(mark, 0)[1] == 1
+    with pytest.raises(RunError, match="the gradients of step 4 in the memory of rank 0 have another digest"):
+        kept.read(mark, 1)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise.errors import RunError
 from shardwise.plan.ir.step_remainder import writable_buffer
+from shardwise.run.recovery.fingerprints import fingerprint_of
 from shardwise.world.persistent_memory import GRADIENTS, padded_size
 from shardwise.world.world import World
 
@@ -36,8 +38,8 @@ def decode_mark(mark: int) -> tuple[int, int, int]:
 
 
 def region_bytes(buffer_sizes: Sequence[int]) -> int:
-    """Bytes of memory for a double buffer of these sizes and its flags, which say which buffers are filled."""
-    return 2 * (padded_size(len(buffer_sizes)) + sum(map(padded_size, buffer_sizes)))
+    """Bytes of memory for a double buffer of these sizes, its flags, which say which buffers are filled, and their digests."""
+    return 2 * (padded_size(len(buffer_sizes)) + padded_size(8 * len(buffer_sizes)) + sum(map(padded_size, buffer_sizes)))
 
 
 class GradientSnapshots:
@@ -51,8 +53,11 @@ class GradientSnapshots:
             self.forget()
         memory, at = torch.frombuffer(persistent.memory(size_bytes, GRADIENTS), dtype=torch.uint8), 0
         self._double_buffer: list[tuple[Tensor, list[Tensor]]] = []
+        self._digests: list[Tensor] = []  # sums of 64-bit words of what was written, by half
         for _ in range(2):
             flags, at = memory[at : at + len(buffer_sizes)], at + padded_size(len(buffer_sizes))
+            self._digests.append(memory[at : at + 8 * len(buffer_sizes)].view(torch.int64))
+            at += padded_size(8 * len(buffer_sizes))
             buffers = []
             for size in buffer_sizes:
                 buffers.append(memory[at : at + size])
@@ -78,6 +83,8 @@ class GradientSnapshots:
         """Copy `value` into a buffer; `flag`, not 0, is stored with it."""
         flags, buffers = self._double_buffer[buffer_index]
         buffers[index][: value.nbytes].view(value.dtype).view(value.shape).copy_(value)
+        buffers[index][value.nbytes :].zero_()
+        self._digests[buffer_index][index] = fingerprint_of(buffers[index])
         flags[index] = flag
 
     def commit(self, buffer_index: int, mark: int) -> None:
@@ -85,9 +92,15 @@ class GradientSnapshots:
         self._world.recorder.publish_gradient_mark(buffer_index, mark)
 
     def read(self, mark: int, index: int) -> tuple[Tensor, int]:
-        """Return the bytes of a buffer in the snapshot of a mark, and its flag; 0: empty."""
+        """Return the bytes of a buffer in the snapshot of a mark, and its flag; 0: empty. Raises RunError if they are not as written."""
         recorder = self._world.recorder
-        flags, buffers = self._double_buffer[recorder.gradient_marks()[recorder.index].index(mark)]
+        half = recorder.gradient_marks()[recorder.index].index(mark)
+        flags, buffers = self._double_buffer[half]
+        if flags[index] and fingerprint_of(buffers[index]) != self._digests[half][index]:
+            raise RunError(
+                f"the gradients of step {decode_mark(mark)[0] + 1} in the memory of rank {self._world.rank} have another digest than when "
+                "they were stored: a bit was flipped; go on from the last checkpoint"
+            )
         return buffers[index], int(flags[index])
 
 

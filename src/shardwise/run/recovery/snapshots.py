@@ -4,6 +4,8 @@ A double buffer: the state is written next to the previous one, then a header sa
 only when all ranks have completed the step in the other half (a step ends with an all-reduce over all ranks), so the newest common step is
 the last completed one, wherever a rank died. CPUs that reorder stores would need a memory fence before the header.
 
+The header also has digests of the half and of the constant state, the sums of their 64-bit words, which are compared before a restore.
+
 Replicated state is stored as one shard per replica if ranks can read each other's memory: replicas together store one copy. Weights are
 excepted: replicas compare fingerprints to find a corrupted one, which of two ranks is known only if each has stored its own.
 
@@ -22,12 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.errors import RunError
 from shardwise.run.recovery.fingerprints import fingerprint_of
 from shardwise.world.persistent_memory import ALIGNMENT_BYTES, PersistentMemory, copy_past_caches, padded_size
 from shardwise.world.world import World
 
+_WORDS = 1 << 64
 NOTE_BYTES = 1024  # of a step's result as JSON, next to its state
-_LENGTH = struct.Struct("<I")
+_HEADER = struct.Struct("<IQQ")  # bytes of the note; digests of this half with its note, and of the constant state
 _RANGES_ENTRY = struct.Struct("<QQQ")  # rank set id, and the offsets of its shards in both halves
 
 
@@ -61,8 +65,29 @@ def newest_common_step(steps_by_rank: Sequence[Sequence[int | None]]) -> int | N
 
 def agree_on_step(world: World) -> int | None:
     """Agree on the step that all ranks restore; every rank calls it. None if there is none."""
+    return newest_common_step(_gather_steps(world))
+
+
+def _gather_steps(world: World) -> list[list[int | None]]:
     steps_by_rank = world.all_gather_ints([0 if step is None else step + 1 for step in _snapshot_steps(world)])
-    return newest_common_step([[n - 1 if n else None for n in sides] for sides in steps_by_rank])
+    return [[n - 1 if n else None for n in sides] for sides in steps_by_rank]
+
+
+def agree_on_intact_step(world: World, snapshots: Snapshots) -> tuple[int | None, str]:
+    """Agree on the newest step that no rank's memory has damaged; every rank calls it. Return it, None if there is none, and which were
+    left out."""
+    damaged = []
+    for step in common_steps(_gather_steps(world)):
+        ranks = [rank for rank, (is_damaged,) in enumerate(world.all_gather_ints([int(bool(snapshots.find_damage(step)))])) if is_damaged]
+        if not ranks:
+            return step, "; ".join(damaged)
+        damaged.append(_describe_damage(step, ranks))
+    return None, "; ".join(damaged)
+
+
+def _describe_damage(step: int, ranks: Sequence[int]) -> str:
+    rank_list = ", ".join(map(str, ranks))
+    return f"the state after step {step} in the memory of rank {rank_list} has another digest than when it was stored: a bit was flipped"
 
 
 def _snapshot_steps(world: World) -> tuple[int | None, int | None]:
@@ -103,6 +128,7 @@ class Snapshots:
         # Offsets of each rank set's shards in both halves; stored at the start, for other ranks to find.
         offsets: dict[tuple[int, ...], list[int]] = {ranks: [] for ranks in sets}
         self._memory.take_bytes((len(sets) + 1) * ALIGNMENT_BYTES)
+        self._constant_digest: int | None = None
         self._constant = [(self._memory.buffer_like(x), x) for x in state.constant]
         self._double_buffer: list[list[_TensorBuffer]] = []
         self._notes: list[memoryview] = []
@@ -157,35 +183,54 @@ class Snapshots:
         if (a, b) == (None, None):
             for buffer, x in self._constant:
                 buffer.copy_(x)
+            self._constant_digest = None
+        if self._constant_digest is None:
+            self._constant_digest = sum(int(fingerprint_of(buffer)) for buffer, _ in self._constant) % _WORDS
         # The previous step may be the newest common one, even if this rank had a later one before a peer failed.
         target = 1 if a == step - 1 or (a is not None and b != step - 1 and (b is None or b < a)) else 0
         if self.pinned_step is not None and self.steps[target] == self.pinned_step:
             target = 1 - target
         self._world.recorder.publish_snapshot(target, None)
         self.fingerprints.clear()
+        data = json.dumps(note).encode()
+        if len(data) > NOTE_BYTES - _HEADER.size:
+            raise ValueError(f"a note of {len(data)} bytes; there are {NOTE_BYTES - _HEADER.size:,}")
+        digest = _digest_of_note(data)
         for entry in self._double_buffer[target]:
             words_sum = copy_past_caches(entry.buffer, entry.source)
+            digest += words_sum if words_sum is not None else _sum_of_copy(entry)
             if words_sum is not None and self.takes_fingerprints:
                 x = self._state.mutable[entry.number]
                 self.fingerprints[id(x)] = words_sum + sum(int(fingerprint_of(rest)) for rest in _outside_of(x, entry))
-        data = json.dumps(note).encode()
-        if len(data) > NOTE_BYTES - _LENGTH.size:
-            raise ValueError(f"a note of {len(data)} bytes; there are {NOTE_BYTES - _LENGTH.size:,}")
-        self._notes[target][: _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+        header = _HEADER.pack(len(data), digest % _WORDS, self._constant_digest)
+        self._notes[target][: _HEADER.size + len(data)] = header + data
         self._world.recorder.publish_snapshot(target, step)
+
+    @torch.no_grad()
+    def find_damage(self, step: int) -> str:
+        """Return what is wrong with what this rank's memory has of the state after `step` steps; empty if it is as it was stored."""
+        half = self.steps.index(step)
+        length, digest, constant_digest = _HEADER.unpack_from(self._notes[half])
+        data = bytes(self._notes[half][_HEADER.size : _HEADER.size + length])
+        current = _digest_of_note(data) + sum(int(fingerprint_of(entry.buffer)) for entry in self._double_buffer[half])
+        constant = sum(int(fingerprint_of(buffer)) for buffer, _ in self._constant)
+        is_intact = (current % _WORDS, constant % _WORDS) == (digest, constant_digest)
+        return "" if is_intact else _describe_damage(step, [self._world.rank])
 
     @torch.no_grad()
     def restore(self, step: int) -> dict[str, Any]:
         """Restore the tensors to their values after `step` steps; returns the note. Every rank calls it; since a step ends with an
-        all-reduce, no rank takes the next but one snapshot before all have restored."""
+        all-reduce, no rank takes the next but one snapshot before all have restored. Raises RunError if this rank's memory is damaged."""
+        if damage := self.find_damage(step):
+            raise RunError(f"{damage}; go on from the last checkpoint")
         source = self.steps.index(step)
         for buffer, x in self._constant:
             x.copy_(buffer)
         for entry in (*self._double_buffer[source], *self._peer_buffers(step)):
             entry.source.copy_(entry.buffer)
         note = self._notes[source]
-        (length,) = _LENGTH.unpack_from(note)
-        return json.loads(bytes(note[_LENGTH.size : _LENGTH.size + length]))  # type: ignore[no-any-return]
+        length, _, self._constant_digest = _HEADER.unpack_from(note)
+        return json.loads(bytes(note[_HEADER.size : _HEADER.size + length]))  # type: ignore[no-any-return]
 
     def _peer_buffers(self, step: int) -> Iterator[_TensorBuffer]:
         """Return the buffers in which replicas store shards of this rank's tensors."""
@@ -238,6 +283,17 @@ class _BufferAllocator:
             assert entry[0], "replicas agree on which tensors are replicated"
             at += ALIGNMENT_BYTES
         return int(entry[1 + side])
+
+
+def _sum_of_copy(entry: _TensorBuffer) -> int:
+    """Return the sum of the words of a tensor that was copied, on its own device where its memory has the copy's order."""
+    x = entry.source
+    is_like_copy = x.is_cuda and x.is_contiguous() and x.data_ptr() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
+    return int(fingerprint_of(x if is_like_copy else entry.buffer))
+
+
+def _digest_of_note(data: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def _shard_of_tensor(x: Tensor, index: int, count: int) -> Tensor:

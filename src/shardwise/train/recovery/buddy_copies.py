@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwise.run.checkpoint.state_shard import DTYPE_NAMES, DTYPES, OPTIONAL, StateShard
+from shardwise.run.recovery.fingerprints import fingerprint_of
 from shardwise.run.recovery.snapshots import RankState as RankState
 from shardwise.run.recovery.snapshots import Snapshots
 from shardwise.train.recovery.anomalies import MAX_MEMORY_SHARE
@@ -92,6 +93,12 @@ class BuddyCopy:
     note: Mapping[str, Any] = field(default_factory=dict)
     shards: Sequence[StateShard] = ()
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    digest: int = 0
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the memory is as it was received."""
+        return int(fingerprint_of(self.memory)) == self.digest
 
     def buffer_of(self, size: int) -> Tensor:
         if self.memory.numel() != size:
@@ -108,7 +115,7 @@ class BuddyCopy:
             facts: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
             pieces.append(StateShard(tensor=self.memory[at : at + size].view(dtype).view(shape), **facts))
             at += padded_size(size)
-        self.step, self.note, self.shards = header["step"], header["note"], pieces
+        self.step, self.note, self.shards, self.digest = header["step"], header["note"], pieces, int(fingerprint_of(self.memory))
 
 
 @dataclass(frozen=True)
