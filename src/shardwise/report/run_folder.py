@@ -1,7 +1,7 @@
 """Read the run folder of `shardwise train` as the content of a page.
 
-Missing files are left out, as in an interrupted run; so is an incomplete last line of the metrics. A file with the wrong content is
-an error.
+Missing files are left out, as in an interrupted run; so are damaged lines of the metrics, which the page tells. Any other file with the
+wrong content is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.errors import UsageError
+from shardwise.plan.ir.metric_lines import MetricLines, read_metric_lines
 from shardwise.plan.ir.timeline import Span, Timeline
 from shardwise.plan.ir.toml_text import parse_json
 from shardwise.plan.plan_file import read_plan
@@ -52,10 +53,12 @@ def read_folder(folder: Path) -> PageSubject:
     if not any((folder / name).exists() for name in (PLAN, METRICS, CONFIG)):
         raise UsageError(f"{folder} is not a run folder: it has none of {PLAN}, {METRICS}, {CONFIG}")
     plan = read_plan(folder / PLAN) if (folder / PLAN).exists() else None
-    metrics = read_metrics(folder / METRICS)
+    metrics, lines = read_metrics(folder / METRICS), _read_metric_lines(folder / METRICS)
     machine = Cluster.parse(str(folder / MACHINE)) if (folder / MACHINE).exists() else None
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
+    if damage := lines.describe(max((row["step"] for row, _ in lines.rows), default=0)):
+        lead += f" ({METRICS}: {damage})"
     summary = _read_summary(folder / SUMMARY)
     waiting, saving, copies = straggler_words(summary), saving_words(summary), copies_words(summary)
     lead = f"{lead} in {folder.name}" + (f"; the others waited for {waiting}" if waiting else "") + (f"; {saving}" if saving else "")
@@ -90,23 +93,17 @@ def list_files(folder: Path) -> tuple[tuple[str, str], ...]:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], ...]:
-    """Read metrics.jsonl: numbers by name, a row for each line; texts and non-finite numbers are left out.
+    """Read metrics.jsonl: numbers by name, a row for each step; texts, non-finite numbers and damaged lines are left out."""
+    return tuple({key: float(x) for key, x in row.items() if _is_number(x)} for row, _ in _read_metric_lines(path).rows)
 
-    Raises:
-        UsageError: a line before the last that is not a JSON object.
-    """
-    lines = _read_text(path).splitlines()
-    rows: list[dict[str, float]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            if number == len(lines):
-                continue
-            raise UsageError(f"{path}, line {number} is not JSON; it is damaged, or not a metrics file") from None
-        if isinstance(row, dict):
-            rows.append({key: float(value) for key, value in row.items() if _is_number(value)})
-    return tuple(rows)
+
+def _read_metric_lines(path: Path) -> MetricLines:
+    try:
+        return read_metric_lines(path.read_bytes())
+    except FileNotFoundError:
+        return MetricLines([], [])
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
 
 
 def read_levels(path: Path) -> tuple[tuple[str, float], ...]:

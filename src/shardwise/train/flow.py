@@ -34,6 +34,7 @@ from shardwise.train.corpus import (
     read_description,
     save_description,
 )
+from shardwise.train.data.reading.files import replace_file
 from shardwise.train.metrics import METRICS_FILE
 from shardwise.world.launch.children import LostForkServer
 from shardwise.world.launch.launch import engine_modules, launch
@@ -127,10 +128,19 @@ def _file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _check_digest(folder: Path, name: str) -> None:
-    """Raise ConfigError if a file of the run folder is corrupted: with one flipped bit it may still parse, to something else."""
+def _record_digests(folder: Path, digests: dict[str, str]) -> None:
+    replace_file(folder / loop.DIGESTS, json.dumps(digests).encode())
+
+
+def _is_intact(folder: Path, name: str) -> bool:
+    """Return whether a file of the run folder is what this run wrote: with one flipped bit it may still parse, to something else."""
     digest = _recorded_digests(folder).get(name)
-    if digest is not None and (folder / name).exists() and _file_digest(folder / name) != digest:
+    return digest is None or not (folder / name).exists() or _file_digest(folder / name) == digest
+
+
+def _check_digest(folder: Path, name: str) -> None:
+    """Raise ConfigError if a file of the run folder is corrupted."""
+    if not _is_intact(folder, name):
         raise ConfigError(
             f"{folder / name} is not what this run wrote; restore it, or remove it to have it made again (a plan of one's own is plan.file)"
         )
@@ -140,11 +150,15 @@ def _recorded_digests(folder: Path) -> dict[str, str]:
     """Digests of the files that a run wrote before its ranks started; from the newest checkpoint if the digest file is unreadable."""
     try:
         return dict(json.loads((folder / loop.DIGESTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # written by an older version, or cut off when the launcher died
-        pass
+    except (OSError, ValueError, TypeError):  # written by an older version, or damaged
+        return dict(_newest_metadata(folder).get("files", {}))
+
+
+def _newest_metadata(folder: Path) -> dict[str, Any]:
+    """Return the metadata of the newest checkpoint that can be read; empty without one."""
     for saved in reversed(committed_checkpoints(folder / loop.CHECKPOINTS)):
         with suppress(CheckpointError, OSError):
-            return dict(read_manifest(folder / loop.CHECKPOINTS / saved.name).extra.get("files", {}))
+            return dict(read_manifest(folder / loop.CHECKPOINTS / saved.name).extra)
     return {}
 
 
@@ -207,6 +221,7 @@ def _train_prepared(world: World, config: TrainingConfig, folder: Path, planner:
     job = _read_job(folder, peak_flops)
     plans = {job.plan.layout.num_ranks: job.plan}
     for path in sorted(folder.glob(elastic.PLAN_PATTERN)):
+        _check_digest(folder, path.name)
         plan = read_plan(path)
         if plan.batch_size == job.plan.batch_size:
             plans.setdefault(plan.layout.num_ranks, plan)
@@ -220,7 +235,7 @@ def _plan_for_fewer(config: TrainingConfig, folder: Path, planner: Planner, plan
         return
     for fewer in elastic.smaller_rank_counts(num_ranks, len(world.ranks_by_host(tuple(range(num_ranks))))):
         path = elastic.plan_path(folder, fewer)
-        if path.exists() and read_plan(path).batch_size == plan.batch_size:
+        if path.exists() and _is_intact(folder, path.name) and read_plan(path).batch_size == plan.batch_size:
             continue
         try:
             smaller_plan = _plan_with_fewer_ranks(config, planner, plan, fewer)
@@ -228,6 +243,7 @@ def _plan_for_fewer(config: TrainingConfig, folder: Path, planner: Planner, plan
             print(f"shardwise: there is no plan for {fewer} ranks, should a host fail: {error}", file=sys.stderr)
             continue
         write_plan(replace(smaller_plan, batch_size=plan.batch_size), path)
+        _record_digests(folder, _recorded_digests(folder) | {path.name: _file_digest(path)})
 
 
 def _plan_with_fewer_ranks(config: TrainingConfig, planner: Planner, plan: Plan, num_ranks: int) -> Plan:
@@ -297,16 +313,17 @@ def prepare_run_folder(config: TrainingConfig, folder: Path, planner: Planner) -
                 f"the plan is for {planned.plan.batch_size} samples a step, train.batch is {config.train.batch}; "
                 f"set train.batch={planned.plan.batch_size}, or plan again"
             )
+        fewer = {name: digest for name, digest in _recorded_digests(folder).items() if Path(name).match(elastic.PLAN_PATTERN)}
         (folder / loop.DIGESTS).unlink(missing_ok=True)
         write_plan(planned.plan, folder / PLAN)
-        written = {name: _file_digest(folder / name) for name in (PLAN, DESCRIPTION) if (folder / name).exists()}
-        (folder / loop.DIGESTS).write_text(json.dumps(written), encoding="utf-8")
+        written = fewer | {name: _file_digest(folder / name) for name in (PLAN, DESCRIPTION) if (folder / name).exists()}
+        _record_digests(folder, written)
         # Computed from the plan in the folder, so that a resumed run has the same number of steps and the same learning rates.
         steps = config.train.steps_under(planned.plan)
         config = config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
-        temporary = folder / f".{CONFIG}.new"
-        temporary.write_text(config.dump(), encoding="utf-8")
-        os.replace(temporary, folder / CONFIG)
+        text = config.dump().encode()
+        replace_file(folder / CONFIG, text)
+        _record_digests(folder, written | {CONFIG: hashlib.sha256(text).hexdigest()})
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be written: {error.strerror}; make room, or choose another run.folder") from error
     return planned
@@ -330,6 +347,7 @@ def _check_folder(config: TrainingConfig, folder: Path) -> None:
         raise ConfigError(
             f"run.folder {folder} holds the checkpoints of an earlier run, and run.resume is false; choose another run.folder, or remove it"
         )
+    _report_changed_config(config, folder)
     for key in _FIXED_KEYS:
         for name, before, now in _list_differences(key, _value_at(earlier, key), _value_at(config, key)):
             raise ConfigError(
@@ -339,9 +357,25 @@ def _check_folder(config: TrainingConfig, folder: Path) -> None:
 
 
 def _earlier_config(folder: Path) -> TrainingConfig | None:
-    """The configuration of the run that the folder belongs to."""
+    """The configuration of the run that the folder belongs to; that of its newest checkpoint if the file is gone or damaged."""
     path = folder / CONFIG
-    return TrainingConfig.read(path) if path.exists() else None
+    if path.exists() and _is_intact(folder, CONFIG):
+        return TrainingConfig.read(path)
+    saved = _newest_metadata(folder).get("config")
+    if saved is None:
+        return TrainingConfig.read(path) if path.exists() else None
+    return TrainingConfig.model_validate(saved)
+
+
+def _report_changed_config(config: TrainingConfig, folder: Path) -> None:
+    """Print that the configuration in the folder is gone or not what this run wrote, and what would be trained with otherwise."""
+    path, saved = folder / CONFIG, _newest_metadata(folder).get("config")
+    if saved is None or (path.exists() and _is_intact(folder, CONFIG)):
+        return
+    before, now = TrainingConfig.model_validate(saved).model_dump(mode="json"), config.model_dump(mode="json")
+    changes = [f"{name} was {_shorten_value(a)}, now {_shorten_value(b)}" for name, a, b in _list_differences("", before, now)]
+    what = f"is not what this run wrote: {'; '.join(changes) or 'what it means is the same'}" if path.exists() else "was gone"
+    print(f"shardwise: {path} {what}; it is written anew", file=sys.stderr)
 
 
 def _value_at(config: TrainingConfig, key: str) -> Any:
@@ -355,7 +389,7 @@ def _list_differences(key: str, before: Any, now: Any) -> Iterator[tuple[str, An
     """Yield (key, value before, value now) of every setting that differs, descending into tables."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
-            yield from _list_differences(f"{key}.{name}", before.get(name), now.get(name))
+            yield from _list_differences(f"{key}.{name}" if key else name, before.get(name), now.get(name))
     elif before != now:
         yield key, before, now
 

@@ -35,7 +35,7 @@ from shardwise.train import artifacts
 from shardwise.train.checkpoint_saver import CheckpointSaver
 from shardwise.train.components import NANOSECONDS, StepComponents
 from shardwise.train.config import TrainingConfig
-from shardwise.train.corpus import Corpus
+from shardwise.train.corpus import Corpus, is_unchanged
 from shardwise.train.data.loader import Loader, rows_of_partial_batch
 from shardwise.train.data.sources import Batch
 from shardwise.train.display import Display, open_display
@@ -229,7 +229,8 @@ class TrainingRun:
                 is_written = self.world.rank == 0 and last_step(path) >= step
                 return step, None if checkpoint.broadcast_from_first(self.world, int(is_written or not row)) else row
             self.snapshots.forget()
-        if not self.engine.source.has_values and not (self.job.config.run.resume and checkpoint.committed_checkpoints(self.checkpoints)):
+        has_values = not recovers_from_memory(self.world, self.job) or self.engine.source.has_values
+        if not has_values and not (self.job.config.run.resume and checkpoint.committed_checkpoints(self.checkpoints)):
             raise RunError(f"{self._damage}, and there is no checkpoint yet; run the same command again")
         self.saving.token = checkpoint.broadcast_from_first(
             self.world, checkpoint.claim_folder(self.checkpoints) if self.world.rank == 0 else 0
@@ -271,7 +272,10 @@ class TrainingRun:
             return
         config, folder, say = self.job.config, self.job.folder, self.display.say
         anew = self.world.rendezvous is not None and self.world.generation > 0  # a rank that was given up may still be alive
-        with MetricsFile(folder / METRICS_FILE, start, say, anew) as metrics, open_trackers(config, folder, start, say) as track:
+        with (
+            MetricsFile(folder / METRICS_FILE, start, say, anew, not self.world.generation) as metrics,
+            open_trackers(config, folder, start, say) as track,
+        ):
 
             def write(row: Row) -> None:
                 metrics.write(row)
@@ -415,6 +419,10 @@ class TrainingRun:
         """Raise RunError if the data files change while they are read; checked on rank 0, which ends the run for all ranks."""
         if self.job.corpus is None or self._text_stamp is None or (now := self.job.corpus.stamp()) == self._text_stamp:
             return
+        with self.world.pace.untimed():
+            if is_unchanged(self.job.corpus):  # touched, or copied over itself
+                self._text_stamp = now
+                return
         (size, _), (size_now, _) = next((a, b) for a, b in zip(self._text_stamp, now, strict=True) if a != b)
         grew = f"from {size:,} to {size_now:,} bytes" if size_now != size else "written anew"
         raise RunError(

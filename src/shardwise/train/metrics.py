@@ -1,26 +1,27 @@
 """`metrics.jsonl`: one JSON object a step, appended in whole lines, also after the disk was full for a while.
 
-There is no fsync: the last rows may be lost in a power failure, and are computed again after the last checkpoint.
+Each row ends with a digest of what stands before it. A start of the run reads all rows: lines that are damaged, torn, twice or gone are
+told; those that are no rows go to `metrics.damaged.jsonl`, and the run goes on with the others. There is no fsync: the last rows may be
+lost in a power failure, and are computed again after the last checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from shardwise.errors import RunError
+from shardwise.plan.ir.metric_lines import Row, format_row, parse_row, read_metric_lines
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, DAMAGED_FILE = "metrics.jsonl", "metrics.damaged.jsonl"
 LONGEST_ROW = 1 << 16  # bytes
-Row = dict[str, float | int | None]
 
 
 class MetricsFile:
     """Appends rows to `path`, after removing rows after `step` (they are computed again) and any partial line. `in_new_file`: replace the
-    file, so that a process that still has the old one open cannot append to it.
+    file, so that a process that still has the old one open cannot append to it. `checks_all`: read all rows, and mend the file.
 
     A row that cannot be written is retried with the next; `warn` is called once.
 
@@ -28,14 +29,20 @@ class MetricsFile:
         RunError: the file cannot be written at the start.
     """
 
-    def __init__(self, path: Path, step: int, warn: Callable[[str], None], in_new_file: bool = False) -> None:
+    def __init__(self, path: Path, step: int, warn: Callable[[str], None], in_new_file: bool = False, checks_all: bool = False) -> None:
         self.path, self._warn = path, warn
         self._pending = b""
         self._warned = False
         temporary = path.with_name(f".{path.name}.new")
         try:
-            if in_new_file or not path.exists() or last_step(path) != step:
-                temporary.write_bytes(_rows_until(path, step))
+            if in_new_file or checks_all or not path.exists() or last_step(path) != step:
+                read = read_metric_lines(path.read_bytes() if path.exists() else b"")
+                temporary.write_bytes(b"".join(line + b"\n" for row, line in read.rows if row["step"] <= step))
+                if read.damaged:
+                    with open(path.with_name(DAMAGED_FILE), "ab") as file:
+                        file.writelines(line + b"\n" for _, line in read.damaged)
+                if checks_all and (words := read.describe(step)):
+                    warn(f"{path}: {words}; training goes on without these rows")
                 os.replace(temporary, path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
@@ -49,7 +56,7 @@ class MetricsFile:
 
     def write(self, row: Row) -> None:
         """Append a row; entries that are None are left out."""
-        self._pending += json.dumps({key: value for key, value in row.items() if value is not None}).encode() + b"\n"
+        self._pending += format_row(row) + b"\n"
         try:
             while self._pending:
                 written = os.write(self._file, self._pending)
@@ -60,38 +67,18 @@ class MetricsFile:
                 self._warn(f"{self.path} cannot be written: {error.strerror}; training goes on and rows are kept until there is room")
 
 
-def _rows_until(path: Path, step: int) -> bytes:
-    """Return the complete lines of a metrics file up to a step."""
-    if not path.exists():
-        return b""
-    rows = []
-    for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
-            rows.append(line)
-    return b"".join(line + b"\n" for line in rows)
-
-
 def last_step(path: Path) -> int:
     """Step of the last row, read from the end of the file; -1 if there is none or a partial line follows."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_ROW))
-            *_, row, rest = (b"\n" + file.read()).split(b"\n")
-        return int(json.loads(row)["step"]) if not rest else -1
-    except (OSError, ValueError, KeyError, TypeError):
+            *_, line, rest = (b"\n" + file.read()).split(b"\n")
+    except OSError:
         return -1
+    row = parse_row(line) if not rest else None
+    return int(row["step"]) if row is not None else -1
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Read all rows; a truncated last line is left out."""
-    rows = []
-    for line in path.read_bytes().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    """Read all rows that are whole, in the order of their steps."""
+    return [row for row, _ in read_metric_lines(path.read_bytes()).rows]

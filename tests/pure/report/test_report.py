@@ -228,11 +228,11 @@ def test_a_run_folder_without_its_end_is_still_shown(tmp_path: Path) -> None:
     assert "script" not in Tags(page_html(subject)).tags
 
 
-def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_damaged_lines_are_told_and_the_page_does_without(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(UsageError, match="line 2"):
-        read_metrics(path)
+    path.write_bytes(b'{"step": 1}\n{"st\n\xff\n{"step": 5}\n{"step": 5}\n[]\n{"step": 6')
+    assert read_metrics(path) == ({"step": 1.0}, {"step": 5.0})
+    assert "metrics.jsonl: line 2 to 3, 5 to 6 is damaged and the row of step 2 to 4 is gone" in read_folder(tmp_path).lead
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": [{"ph": "X"}]}', '{"kind": "shardwise timeline"}', "nonsense"])

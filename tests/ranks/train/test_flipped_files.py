@@ -84,4 +84,4 @@ def test_without_their_digests_the_checkpoint_has_them(tmp_path: Path, trained: 
 def test_a_checkpoint_says_what_it_belongs_to(trained: Any) -> None:
     folder, _, _ = trained
     manifest = json.loads((folder / "checkpoints" / "step-00000003" / "manifest.json").read_text())["manifest"]
-    assert manifest["extra"]["files"] == {name: flow._file_digest(folder / name) for name in ("plan.toml", "corpus.json")}
+    assert manifest["extra"]["files"] == {name: flow._file_digest(folder / name) for name in ("plan.toml", "corpus.json", "config.toml")}

@@ -505,7 +505,8 @@ def test_metrics_lose_the_rows_that_will_be_computed_again_and_half_lines(tmp_pa
     path.write_bytes(b'{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 1}\n{"step": 4, "lo')
     with MetricsFile(path, 2, print) as metrics:
         metrics.write({"step": 3, "loss": 0.1, "mfu": None})
-    assert path.read_text() == '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 0.1}\n'
+    assert path.read_text().startswith('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 0.1, "digest": ')
+    assert read_metrics(path)[2:] == [{"step": 3, "loss": 0.1}]
 
 
 def test_the_last_row_is_read_without_the_others(tmp_path: Path) -> None:
@@ -619,11 +620,25 @@ def test_a_text_that_is_written_to_while_it_is_trained_on_ends_the_run(job: Trai
             if how == "gone":
                 path.rename(path.with_suffix(".old"))
             else:
-                path.write_bytes({"longer": text + b"x", "shorter": text[:5000], "anew": text}[how])
+                path.write_bytes({"longer": text + b"x", "shorter": text[:5000], "anew": text[::-1]}[how])
                 os.utime(path, ns=(1, 1))
 
     with pytest.raises(RunError, match="cannot be read any more" if how == "gone" else "has changed while|cut off while"):
         run(job, before_step=write)
+
+
+def test_a_text_that_was_copied_over_itself_has_not_changed(job: TrainingJob) -> None:
+    assert job.corpus is not None
+    path = Path(job.corpus.path)
+    text = path.read_bytes()
+
+    def write(step: int) -> None:
+        if step == 6:
+            path.write_bytes(text)
+            os.utime(path, ns=(1, 1))
+
+    summary, _ = run(job, before_step=write)
+    assert summary["step"] == job.config.train.steps
 
 
 def test_every_byte_of_a_text_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
