@@ -22,6 +22,7 @@ from shardwise.run.recovery.snapshots import RankState
 from shardwise.run.sharded_state import checkpoint_shards, full_state, rank_state
 from shardwise.run.state.optimizer import Optimizer
 from shardwise.run.state.precision import LossScale
+from shardwise.run.step.interruption import WholeSteps
 from shardwise.world.memory import Accounts
 from shardwise.world.world import Group, World
 
@@ -36,6 +37,7 @@ class CheckpointMixin:
     rank_model: RankModel
     loss_scale: LossScale
     step_index: int
+    whole_steps: WholeSteps
     _world_group: Group
     _counters: dict[str, Tensor]
     _optimizer: Optimizer
@@ -76,6 +78,7 @@ class CheckpointMixin:
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """Return the full state dict under the model's own names (tied tensors under each of theirs) on rank 0; None elsewhere."""
+        self.whole_steps.check()
         return full_state(self.rank_model, self.state_shards(), self._world_group)
 
     @cached_property
@@ -84,12 +87,14 @@ class CheckpointMixin:
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> Path:
         """Write a checkpoint into `folder`; every rank calls it. Any layout can load it. See `run/checkpoint/save`."""
+        self.whole_steps.check()
         self.finish_save()
         return checkpoint.save(folder, self.step_index, self.state_shards(), extra, self.world, keep=keep)
 
     def begin_save(self, folder: str | Path, extra: dict[str, Any] | None = None, keep: int = 0) -> None:
         """Save asynchronously: return once the state is copied to host memory, and write files during the next steps. A failure is raised
         by the next save, or by `finish_save`, which must be called before the program ends."""
+        self.whole_steps.check()
         self.finish_save()
         self._background_save.folder, self._background_save.keep = Path(folder), keep
         self._background_save.begin(self.step_index, self.state_shards(), extra)
@@ -116,4 +121,5 @@ class CheckpointMixin:
         self._residuals.finish_load(self.step_index)
         self.loss_scale.after_load(self.step_index)
         self._optimizer.set_steps(self.step_index - self.loss_scale.num_skipped)
+        self.whole_steps.forget()
         return extra

@@ -48,6 +48,7 @@ from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_p
 from shardwise.run.step.dispatch import StepCheck, StepResult, mean_loss
 from shardwise.run.step.executor import RunResult
 from shardwise.run.step.executors import ExecutorCache
+from shardwise.run.step.interruption import WholeSteps
 from shardwise.run.step.resumption import StepResumption
 from shardwise.run.step.stage_resharding import pipeline_group_of
 from shardwise.run.uncaptured.replicated import build_replicated
@@ -124,6 +125,7 @@ class Engine(CheckpointMixin):
         self._optimizer.load_parameters()
         self.owner_of = self._optimizer.owner_of
         self._fingerprints = Fingerprints(self.rank_model.groups, world)
+        self.whole_steps = WholeSteps(world.num_ranks > 1 or bool(self.rank_model.buffers))
         self._account_for_state()
         world.pace.is_regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -257,6 +259,12 @@ class Engine(CheckpointMixin):
         self, batch: Any, record: bool = False, wants_input_gradients: bool = False, is_global_batch: bool | None = None, samples: int = 0
     ) -> RunResult:
         """Run forward and backward of all microbatches; reduce gradients into the flat groups (with staleness, asynchronously)."""
+        with self.whole_steps.computing():
+            return self._forward_backward(batch, record, wants_input_gradients, is_global_batch, samples)
+
+    def _forward_backward(
+        self, batch: Any, record: bool, wants_input_gradients: bool, is_global_batch: bool | None, samples: int
+    ) -> RunResult:
         parts = self._step_parts(batch, is_global_batch, samples, trains=True)
         self._loss_divisor = parts[0][1].divisor
         if self._stale is not None:
@@ -331,9 +339,9 @@ class Engine(CheckpointMixin):
 
         With staleness=K the gradients applied are those of K steps ago, and `lr` is stored for those of this step.
         """
-        with self.memory.with_out_of_memory_error(self.world.rank):
+        with self.whole_steps.updating(), self.memory.with_out_of_memory_error(self.world.rank):
             norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
-        self.step_index += 1
+            self.step_index += 1
         return norm
 
     def evaluate(self, batch: Any, is_global_batch: bool | None = None, samples: int = 0) -> float:
@@ -342,6 +350,7 @@ class Engine(CheckpointMixin):
         Raises:
             ModelError: the model cannot be captured in evaluation mode.
         """
+        self.whole_steps.check()
         self.drain()
         parts = self._step_parts(batch, is_global_batch, samples, trains=False)
         self._loss_divisor = None
@@ -474,4 +483,5 @@ class Engine(CheckpointMixin):
 
     def publish(self, to: Sequence[Address]) -> int:
         """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
+        self.whole_steps.check()
         return publish_weights(self.state_shards(), to, self._world_group, self.step_index)

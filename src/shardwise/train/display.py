@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from shardwise import units
-from shardwise.train.metrics import Row
+from shardwise.plan.ir.metric_lines import Row
 
 _RECENT = 20
 _LINE_EVERY_S = 5.0

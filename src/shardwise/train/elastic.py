@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, RunError
+from shardwise.plan.ir.metric_lines import Row
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
@@ -31,7 +32,7 @@ from shardwise.run.checkpoint.state_shard import StateShard
 from shardwise.run.recovery.snapshots import common_steps
 from shardwise.train import loop
 from shardwise.train.loop import CHECKPOINTS, MakeEngine, Summary, TrainingJob, TrainingRun, make_engine
-from shardwise.train.metrics import METRICS_FILE, Row, last_step
+from shardwise.train.metrics import METRICS_FILE, last_step
 from shardwise.train.recovery.buddy_copies import BuddyCopies, BuddySnapshots, CopyAssignment, assign_copies, shard_id
 from shardwise.world.comm.pending import LostPeer, is_peer_loss
 from shardwise.world.launch.current import set_world

@@ -361,18 +361,22 @@ def _earlier_config(folder: Path) -> TrainingConfig | None:
     path = folder / CONFIG
     if path.exists() and _is_intact(folder, CONFIG):
         return TrainingConfig.read(path)
+    saved = _saved_config(folder)
+    return TrainingConfig.read(path) if saved is None and path.exists() else saved
+
+
+def _saved_config(folder: Path) -> TrainingConfig | None:
+    """The configuration in the newest checkpoint."""
     saved = _newest_metadata(folder).get("config")
-    if saved is None:
-        return TrainingConfig.read(path) if path.exists() else None
-    return TrainingConfig.model_validate(saved)
+    return TrainingConfig.model_validate_json(json.dumps(saved)) if saved is not None else None
 
 
 def _report_changed_config(config: TrainingConfig, folder: Path) -> None:
     """Print that the configuration in the folder is gone or not what this run wrote, and what would be trained with otherwise."""
-    path, saved = folder / CONFIG, _newest_metadata(folder).get("config")
+    path, saved = folder / CONFIG, _saved_config(folder)
     if saved is None or (path.exists() and _is_intact(folder, CONFIG)):
         return
-    before, now = TrainingConfig.model_validate(saved).model_dump(mode="json"), config.model_dump(mode="json")
+    before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
     changes = [f"{name} was {_shorten_value(a)}, now {_shorten_value(b)}" for name, a, b in _list_differences("", before, now)]
     what = f"is not what this run wrote: {'; '.join(changes) or 'what it means is the same'}" if path.exists() else "was gone"
     print(f"shardwise: {path} {what}; it is written anew", file=sys.stderr)

@@ -25,6 +25,7 @@ from shardwise.capture.modes import evaluation_modes
 from shardwise.errors import ConfigError, ModelError, RunError
 from shardwise.model.batch.additive import describe_microbatch_couplings
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH
+from shardwise.plan.ir.metric_lines import Row
 from shardwise.plan.plan import Plan
 from shardwise.run import checkpoint
 from shardwise.run.engine import DeviceOptions, Engine
@@ -41,7 +42,7 @@ from shardwise.train.data.sources import Batch
 from shardwise.train.display import Display, open_display
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.learning_rate import learning_rate
-from shardwise.train.metrics import METRICS_FILE, MetricsFile, Row, last_step, read_metrics
+from shardwise.train.metrics import METRICS_FILE, MetricsFile, last_step, read_metrics
 from shardwise.train.optimizers import optimizer_of
 from shardwise.train.recovery.anomalies import explain_unprotected_state, loss_anomaly
 from shardwise.train.recovery.resumable_steps import ResumableSteps
@@ -225,8 +226,7 @@ class TrainingRun:
                 self.saving.token = row.pop("token")
                 committed = checkpoint.committed_checkpoints(self.checkpoints)
                 self.saving.saved_step = checkpoint.broadcast_from_first(self.world, committed[-1].step + 1 if committed else 0) - 1
-                path = self.job.folder / METRICS_FILE
-                is_written = self.world.rank == 0 and last_step(path) >= step
+                is_written = self.world.rank == 0 and last_step(self.job.folder / METRICS_FILE) >= step
                 return step, None if checkpoint.broadcast_from_first(self.world, int(is_written or not row)) else row
             self.snapshots.forget()
         has_values = not recovers_from_memory(self.world, self.job) or self.engine.source.has_values

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UsageError, format_error
+from shardwise.plan.ir.metric_lines import Row
 from shardwise.train.config import TrainingConfig
-from shardwise.train.metrics import Row
 
 Log = Callable[[int, Mapping[str, float]], None]
 Settings = Mapping[str, Any]

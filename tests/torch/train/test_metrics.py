@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.plan.ir import metric_lines
-from shardwise.train.metrics import DAMAGED_FILE, MetricsFile, Row, last_step, read_metrics
+from shardwise.plan.ir.metric_lines import Row
+from shardwise.train.metrics import DAMAGED_FILE, MetricsFile, last_step, read_metrics
 
 ROWS: list[Row] = [{"step": step, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": None} for step in range(1, 6)]
 WHOLE: list[Row] = [{key: value for key, value in row.items() if value is not None} for row in ROWS]

@@ -39,6 +39,7 @@ from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
 from shardwise.run.loop.mutation_guard import MutationGuard
+from shardwise.run.loop.optimizer_steps import OptimizerSteps
 from shardwise.run.loop.original_module import OriginalModule
 from shardwise.run.loop.zero_gather import GatheredWeightSaver, ZeroShard, insert_gathers
 from shardwise.run.parts.lru_cache import MAX_CAPTURES, LRUCache
@@ -311,6 +312,7 @@ class GraphReplica:
     captures: ModuleCaptures
     mutation_guard: MutationGuard
     gradient_reducer: LoopGradientReducer | None = None
+    optimizer_steps: OptimizerSteps | None = None
     call_convention: CallConvention = field(default_factory=CallConvention)
     forwards: LRUCache[CapturedForward] = field(default_factory=lambda: LRUCache(1 + MAX_CAPTURES))
 
@@ -320,8 +322,10 @@ class GraphReplica:
         return self.rank_model.draw
 
     def check(self) -> None:
-        """Raise UsageError if the module was changed in a way that its graphs do not see."""
+        """Raise UsageError if the module was changed in a way that its graphs do not see, or an update of it was interrupted."""
         self.mutation_guard.check()
+        if self.optimizer_steps is not None:
+            self.optimizer_steps.check()
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output for this rank's samples. Generation (new objects in the inputs, no gradients) runs the model's own code."""

@@ -42,6 +42,7 @@ from shardwise.run.loop.forward import GraphReplica, ModuleCaptures
 from shardwise.run.loop.gathered_optimizer import gather_for_steps, gather_full_tensor
 from shardwise.run.loop.module import OVERRIDDEN_ATTRIBUTES, ShardedModule, sharded_modules_of, unsharded_tensors
 from shardwise.run.loop.mutation_guard import MutationGuard
+from shardwise.run.loop.optimizer_steps import OptimizerSteps
 from shardwise.run.loop.original_module import OriginalModule
 from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
 from shardwise.run.parts.rank_model import RankModel
@@ -177,7 +178,7 @@ def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, 
     register_submodule_hooks(model, _sharded_buffer_specs(parts, world, layout.mesh), world)
     captures = ModuleCaptures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
     exchange = LoopGradientReducer(parts.groups, parts.parameters, world)
-    ShardedModule(model, plan, world, GraphReplica(model, parts, captures, MutationGuard(model), exchange)).install()
+    ShardedModule(model, plan, world, GraphReplica(model, parts, captures, MutationGuard(model), exchange, OptimizerSteps(model))).install()
     _register_state_dict_hooks(model, parts)
 
 
