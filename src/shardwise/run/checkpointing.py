@@ -37,12 +37,16 @@ class CheckpointMixin:
     rank_model: RankModel
     loss_scale: LossScale
     step_index: int
-    whole_steps: WholeSteps
     _world_group: Group
     _counters: dict[str, Tensor]
     _optimizer: Optimizer
     _stale: StaleUpdates | ParameterServers | None
     _residuals: ErrorFeedbackState
+
+    @cached_property
+    def whole_steps(self) -> WholeSteps:
+        """Guard against interruptions, which checks that the state is that of a whole number of steps."""
+        return WholeSteps(self.world.num_ranks > 1 or bool(self.rank_model.buffers))
 
     def drain(self) -> None:
         """With staleness: apply all pending updates, so that weights include all completed steps. Every rank calls it, or none."""
@@ -121,5 +125,5 @@ class CheckpointMixin:
         self._residuals.finish_load(self.step_index)
         self.loss_scale.after_load(self.step_index)
         self._optimizer.set_steps(self.step_index - self.loss_scale.num_skipped)
-        self.whole_steps.forget()
+        self.whole_steps.mark_whole()
         return extra

@@ -48,7 +48,6 @@ from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_p
 from shardwise.run.step.dispatch import StepCheck, StepResult, mean_loss
 from shardwise.run.step.executor import RunResult
 from shardwise.run.step.executors import ExecutorCache
-from shardwise.run.step.interruption import WholeSteps
 from shardwise.run.step.resumption import StepResumption
 from shardwise.run.step.stage_resharding import pipeline_group_of
 from shardwise.run.uncaptured.replicated import build_replicated
@@ -125,7 +124,6 @@ class Engine(CheckpointMixin):
         self._optimizer.load_parameters()
         self.owner_of = self._optimizer.owner_of
         self._fingerprints = Fingerprints(self.rank_model.groups, world)
-        self.whole_steps = WholeSteps(world.num_ranks > 1 or bool(self.rank_model.buffers))
         self._account_for_state()
         world.pace.is_regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -259,7 +257,7 @@ class Engine(CheckpointMixin):
         self, batch: Any, record: bool = False, wants_input_gradients: bool = False, is_global_batch: bool | None = None, samples: int = 0
     ) -> RunResult:
         """Run forward and backward of all microbatches; reduce gradients into the flat groups (with staleness, asynchronously)."""
-        with self.whole_steps.computing():
+        with self.whole_steps.guard_computation():
             return self._forward_backward(batch, record, wants_input_gradients, is_global_batch, samples)
 
     def _forward_backward(
@@ -339,7 +337,7 @@ class Engine(CheckpointMixin):
 
         With staleness=K the gradients applied are those of K steps ago, and `lr` is stored for those of this step.
         """
-        with self.whole_steps.updating(), self.memory.with_out_of_memory_error(self.world.rank):
+        with self.whole_steps.guard_update(), self.memory.with_out_of_memory_error(self.world.rank):
             norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
             self.step_index += 1
         return norm

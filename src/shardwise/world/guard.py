@@ -63,25 +63,25 @@ def serve_streams(listener: socket.socket, token: bytes, serve: Callable[[socket
         return
     clients = LimitedClients(MAX_LOCAL_CLIENTS)
 
-    def admit(client: socket.socket) -> None:
+    def admit_client(client: socket.socket) -> None:
         if not is_same_user(client):
             raise ConnectionError("another user of this host")
-        with clients.entered(client):
+        with clients.serve_within_limit(client):
             serve(client)
 
-    accept_clients(listener, admit)
+    accept_clients(listener, admit_client)
 
 
 def serve_authenticated(listener: socket.socket, token: bytes, serve: Callable[[_AuthenticatedConnection], None]) -> None:
     """Call `serve` in a thread with every client of `listener` that proves the token."""
     strangers = LimitedClients(MAX_STRANGERS)
 
-    def admit(client: socket.socket) -> None:
-        with strangers.entered(client):
+    def admit_client(client: socket.socket) -> None:
+        with strangers.serve_within_limit(client):
             connection = _authenticate_client(client, token)
         serve(connection)
 
-    accept_clients(listener, admit)
+    accept_clients(listener, admit_client)
 
 
 class LimitedClients:
@@ -92,7 +92,7 @@ class LimitedClients:
         self._clients: dict[socket.socket, None] = {}
 
     @contextmanager
-    def entered(self, client: socket.socket) -> Iterator[None]:
+    def serve_within_limit(self, client: socket.socket) -> Iterator[None]:
         """Context of a thread that serves a client."""
         with self._lock:
             self._clients[client] = None
@@ -109,7 +109,7 @@ class LimitedClients:
 def accept_clients(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
     """Call `serve` in a thread of its own with every client, until the listener is closed. Without free descriptors it waits."""
 
-    def run(client: socket.socket) -> None:
+    def serve_client(client: socket.socket) -> None:
         try:
             serve(client)
         except (OSError, RuntimeError):  # of the client, or no thread or descriptor is free
@@ -123,7 +123,7 @@ def accept_clients(listener: socket.socket, serve: Callable[[socket.socket], Non
                 time.sleep(ACCEPT_AGAIN_S)
                 continue
             try:
-                _start_thread(run, client)
+                _start_thread(serve_client, client)
             except RuntimeError:  # no more threads
                 client.close()
 
@@ -164,12 +164,12 @@ def connect_relay(address: str, port: int, token: bytes, wait_s: float) -> int:
             time.sleep(0.05)
     listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
-    def relay(near: socket.socket) -> None:
+    def relay_client(near: socket.socket) -> None:
         if not is_same_user(near):
             raise ConnectionError("another user of this host")
         _relay_bytes(near, _connect_authenticated(address, port, token))
 
-    accept_clients(listener, relay)
+    accept_clients(listener, relay_client)
     return int(listener.getsockname()[1])
 
 

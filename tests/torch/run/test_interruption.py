@@ -182,8 +182,8 @@ def test_an_optimizer_that_calls_the_module_in_its_step_is_not_refused() -> None
         value.backward()
         return value
 
-    first = float(optimizer.step(closure))
-    assert float(optimizer.step(closure)) < first
+    first = float(optimizer.step(closure).detach())
+    assert float(optimizer.step(closure).detach()) < first
 
 
 def test_a_signal_within_an_update_comes_behind_it() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from shardwise.cli.launchers.host import exit_code, rank_environment
 from shardwise.cli.launchers.job import LaunchJob
 from shardwise.errors import ConfigError, UsageError
-from shardwise.serve.deploy.local_ray import configure_local_ray
 from shardwise.world.guard import TOKEN_VARIABLE
+from shardwise.world.launch.current import configure_local_ray
 
 EMBEDDED = "local"
 _START_S = 120.0

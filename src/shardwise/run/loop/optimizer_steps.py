@@ -25,15 +25,15 @@ class OptimizerSteps:
         self._running: weakref.ref[Optimizer] | None = None
         this = weakref.ref(self)
 
-        def begin(optimizer: Optimizer, *_: Any) -> None:
+        def record_begin(optimizer: Optimizer, *_: Any) -> None:
             if (steps := this()) is not None and steps._updates_module(optimizer):
                 steps._running = weakref.ref(optimizer)
 
-        def end(optimizer: Optimizer, *_: Any) -> None:
+        def record_end(optimizer: Optimizer, *_: Any) -> None:
             if (steps := this()) is not None and steps._running is not None and steps._running() is optimizer:
                 steps._running = None
 
-        for handle in (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)):
+        for handle in (register_optimizer_step_pre_hook(record_begin), register_optimizer_step_post_hook(record_end)):
             weakref.finalize(self, handle.remove)
 
     def check(self) -> None:

@@ -76,7 +76,7 @@ def _gather_steps(world: World) -> list[list[int | None]]:
 def agree_on_intact_step(world: World, snapshots: Snapshots) -> tuple[int | None, str]:
     """Agree on the newest step that no rank's memory has damaged; every rank calls it. Return it, None if there is none, and which were
     left out."""
-    damaged = []
+    damaged: list[str] = []
     for step in common_steps(_gather_steps(world)):
         ranks = [rank for rank, (is_damaged,) in enumerate(world.all_gather_ints([int(bool(snapshots.find_damage(step)))])) if is_damaged]
         if not ranks:

@@ -19,7 +19,7 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 
 class WholeSteps:
-    """Whether a state is that of a whole number of steps. `is_shared`: forward and backward change more than gradients of this rank."""
+    """Guard of a state that should be that of a whole number of steps. `is_shared`: forward and backward change more than gradients of this rank."""
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
@@ -33,12 +33,12 @@ class WholeSteps:
                 "load a checkpoint (engine.load), or make the engine anew"
             )
 
-    def forget(self) -> None:
+    def mark_whole(self) -> None:
         """Forget interruptions, since the whole state was loaded."""
         self._half_of = ""
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def guard_computation(self) -> Iterator[None]:
         """Context of forward and backward."""
         self.check()
         try:
@@ -51,7 +51,7 @@ class WholeSteps:
             raise
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def guard_update(self) -> Iterator[None]:
         """Context of an update."""
         self.check()
         self._half_of = "an update"
@@ -68,16 +68,16 @@ def deferred_signals() -> Iterator[None]:
         return
     came: list[int] = []
 
-    def defer(number: int, frame: FrameType | None) -> None:
+    def record_signal(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
     handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
     try:
         for number in handlers:
-            signal.signal(number, defer)
+            signal.signal(number, record_signal)
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(came[0])

@@ -25,12 +25,12 @@ from urllib.parse import quote
 
 from shardwise.errors import Infeasible, UsageError
 from shardwise.serve.deploy.ingress import Ingress
-from shardwise.serve.deploy.local_ray import configure_local_ray
 from shardwise.serve.deploy.replica import OperatorReplica
 from shardwise.serve.deploy.routing_table import Deployment, deployments_of, routing_table_of
 from shardwise.serve.placement.assignment_milp import Demand, ServicePlan
 from shardwise.serve.placement.service_planner import plan_service
 from shardwise.serve.placement.workflow import Machines, Workflow
+from shardwise.world.launch.current import configure_local_ray
 
 MAX_RATE_RATIO, MIN_RATE_RATIO = 1.15, 0.6  # ratios of measured to planned rate beyond which a new plan is made
 RATE_HEADROOM = 1.05  # planned rate over the measured one

@@ -109,7 +109,7 @@ def serve_page(figures: Callable[[], Figures], port: int) -> ThreadingHTTPServer
         daemon_threads = True
 
         def finish_request(self, request: Any, client_address: Any) -> None:
-            with clients.entered(request):
+            with clients.serve_within_limit(request):
                 super().finish_request(request, client_address)
 
         def handle_error(self, request: Any, client_address: Any) -> None:

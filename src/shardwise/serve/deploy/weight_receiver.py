@@ -194,7 +194,9 @@ def _find_wrong_header(header: Mapping[str, Any], expected: Mapping[str, Tensor]
         return f"{name} is {str(shape)[:200]} for the trainer and {dims} for the server"
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         return f"{name}: dtype {str(dtype)[:40]} is unknown"
-    block, offsets, flat = header.get("block"), header.get("offsets"), header.get("flat")
+    block: Any = header.get("block")
+    offsets: Any = header.get("offsets")
+    flat: Any = header.get("flat")
     if not (_are_counts(block, len(dims)) and _are_counts(offsets, len(dims)) and (flat is None or _are_counts(flat, 2))):
         return f"{name}: block {str(block)[:80]} at {str(offsets)[:80]}, {str(flat)[:40]} is no part of it"
     size = prod(block)

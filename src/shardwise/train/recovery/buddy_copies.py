@@ -97,7 +97,7 @@ class BuddyCopy:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the memory is as it was received."""
+        """True if the memory is as it was received."""
         return int(fingerprint_of(self.memory)) == self.digest
 
     def buffer_of(self, size: int) -> Tensor:

@@ -8,6 +8,7 @@ nothing else in the process sees them.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,9 @@ from typing import TextIO
 from shardwise.world.guard import NO_TOKEN, TOKEN_VARIABLE
 from shardwise.world.launch.join import join
 from shardwise.world.world import World
+
+# Ray's switch for systems whose firewalls ask about every listener: its nodes then have loopback's address.
+_LISTENS_BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 # Set by torchrun, wrappers of srun and mpirun, MPICH, Open MPI, MVAPICH.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -97,3 +101,14 @@ def run_token() -> str:
     """Return the secret that ranks and servers share, see `shardwise.world.guard`; empty if there is none."""
     token = os.environ.get(TOKEN_VARIABLE, NO_TOKEN)
     return "" if token == NO_TOKEN else token
+
+
+def configure_local_ray() -> None:
+    """Have a Ray that starts here listen on loopback and ask for a token; call it before Ray is imported. A token of the user's stays.
+
+    Ray reads the variables when it is imported and when it starts; its other processes inherit them. One of its ports (calls between
+    replicas of Ray Serve) listens on all interfaces whatever one sets, so that the token is needed as well.
+    """
+    os.environ |= {_LISTENS_BEYOND_LOOPBACK: "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
