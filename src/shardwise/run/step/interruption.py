@@ -19,7 +19,7 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 
 class WholeSteps:
-    """Guard of a state that should be that of a whole number of steps. `is_shared`: forward and backward change more than gradients of this rank."""
+    """Guard of a state of whole steps. `is_shared`: forward and backward change more than gradients of this rank."""
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
