@@ -57,7 +57,7 @@ def read_folder(folder: Path) -> PageSubject:
     machine = Cluster.parse(str(folder / MACHINE)) if (folder / MACHINE).exists() else None
     timeline = folder / TIMELINE
     lead = f"{len(metrics)} steps recorded" if metrics else "no step recorded yet"
-    if damage := lines.describe(max((row["step"] for row, _ in lines.rows), default=0)):
+    if damage := lines.describe_damage(max((row["step"] for row, _ in lines.rows), default=0)):
         lead += f" ({METRICS}: {damage})"
     summary = _read_summary(folder / SUMMARY)
     waiting, saving, copies = straggler_words(summary), saving_words(summary), copies_words(summary)

@@ -41,7 +41,7 @@ class MetricsFile:
                 if read.damaged:
                     with open(path.with_name(DAMAGED_FILE), "ab") as file:
                         file.writelines(line + b"\n" for _, line in read.damaged)
-                if checks_all and (words := read.describe(step)):
+                if checks_all and (words := read.describe_damage(step)):
                     warn(f"{path}: {words}; training goes on without these rows")
                 os.replace(temporary, path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)

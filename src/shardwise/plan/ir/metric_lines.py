@@ -26,7 +26,7 @@ class MetricLines(NamedTuple):
     rows: list[tuple[dict[str, Any], bytes]]
     damaged: list[tuple[int, bytes]]
 
-    def describe(self, last: int) -> str:
+    def describe_damage(self, last: int) -> str:
         """Describe lines that are damaged, and steps up to `last` that have no row."""
         words = []
         if self.damaged:
