@@ -104,7 +104,7 @@ class WeightReceiver:
             if error := _find_wrong_header(piece, expected):
                 with self._condition:
                     staged.error = staged.error or error
-                _discard(stream, _count_of(piece, "bytes", None))
+                _discard_bytes(stream, _count_of(piece, "bytes", None))
                 continue
             data = stream.read(piece["bytes"])
             if len(data) < piece["bytes"]:
@@ -176,7 +176,7 @@ def _count_of(values: Mapping[str, Any], key: str, limit: int | None = MAX_COUNT
     return number
 
 
-def _discard(stream: BinaryIO, size: int) -> None:
+def _discard_bytes(stream: BinaryIO, size: int) -> None:
     while size:
         data = stream.read(min(size, LARGEST_READ))
         if not data:
