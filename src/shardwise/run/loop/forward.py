@@ -36,6 +36,8 @@ from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.gradients.outside_parameters import ModuleCall
+from shardwise.run.gradients.replica_watch import INTERVAL
+from shardwise.run.loop.cumulative_statistics import average_cumulatively, cumulative_norms
 from shardwise.run.loop.full_weights import FullWeightCache
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
 from shardwise.run.loop.mutation_guard import MutationGuard
@@ -340,6 +342,17 @@ class GraphReplica:
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output for this rank's samples. Generation (new objects in the inputs, no gradients) runs the model's own code."""
+        if names := cumulative_norms(self.batch_norms):
+            with average_cumulatively(self.model, self.captures.source.model, names):
+                return self._compute(args, kwargs, names)
+        return self._compute(args, kwargs, ())
+
+    @cached_property
+    def batch_norms(self) -> list[tuple[str, nn.Module]]:
+        """The batch norms of the model, by name."""
+        return [(name, m) for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm)]
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], cumulative: tuple[str, ...]) -> Any:
         called = self.captures.nest_arguments(args, kwargs)
         form = BatchSignature.of(called)
         if torch.is_grad_enabled():
@@ -349,7 +362,7 @@ class GraphReplica:
             with self.gathered_weights.full_weights_in(self.model, self.rank_model, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
         hooked = self.mutation_guard.hooked_modules()
-        call = (modes_of(self.model), form.key, BatchMode.LOCAL_SHARD, hooked)
+        call = (modes_of(self.model), (form.key, cumulative) if cumulative else form.key, BatchMode.LOCAL_SHARD, hooked)
         samples, batch = self._resolve_samples(call, called, form)
         forward = self._forward_for((*call[:2], batch, hooked), samples, called)
         forward.rank_model.draw.step += 1
@@ -386,6 +399,8 @@ class GraphReplica:
                 and not self._forward_for(call, num_local * n, inputs).communicates
             )
             samples, batch = (num_local, batch) if alone else self._agree_on_batch(inputs, num_local, form)  # alone: on its own samples
+        elif torch.is_grad_enabled() and self.captures.world.num_ranks > n and self.draw.step % INTERVAL == 0:
+            self._agree_on_batch(inputs, num_local, form)  # ranks with the same samples have the same tensors
         if n == 1:
             return num_local, BatchMode.LOCAL_SHARD
         if samples == num_local and layout.expert == 1 and (batch is BatchMode.LOCAL_SHARD or num_local < n):
