@@ -28,6 +28,7 @@ from shardwise import api_loop
 from shardwise.capture.nesting import tensors_in
 from shardwise.errors import UsageError
 from shardwise.lower.float64_mode import cast_to_float64, compute_in_float64, is_float64
+from shardwise.run.loop import gathered_optimizer
 from shardwise.run.loop.gathered_optimizer import gather_full_tensor
 from shardwise.run.loop.module import sharded_modules_of
 from shardwise.run.loop.sharded_tensor import ShardedTensor
@@ -46,12 +47,13 @@ class _EnoughSteps(BaseException):
 
 @dataclass
 class LoopRecorder:
-    """What one run of a script computes; a step is a step of any optimizer. `models`: those given to `auto_parallelize`."""
+    """What one run of a script computes; a step is a step of any optimizer. `models`: those given to `auto_parallelize`. `is_paused`: an
+    optimizer is tried on matrices of our own."""
 
     num_steps: int
     values: Values = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
-    _optimizers: list[Optimizer] = field(default_factory=list)
+    is_paused: bool = False
     _depth: int = 0
     _step: int = 0
 
@@ -62,7 +64,7 @@ class LoopRecorder:
 
         @wraps(backward)
         def record_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            for x in tensors_in(tensors):
+            for x in () if self.is_paused else tensors_in(tensors):
                 if x.numel() == 1:
                     self._add("losses", f"loss before step {self._step + 1}", x)
             backward(tensors, *args, **kwargs)
@@ -104,7 +106,7 @@ class LoopRecorder:
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth > 1:  # an optimizer of an optimizer
+        if self._depth > 1 or self.is_paused:  # an optimizer of an optimizer
             return
         for name, p in self._parameters(optimizer):
             if p.grad is not None:
@@ -112,7 +114,7 @@ class LoopRecorder:
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth:
+        if self._depth or self.is_paused:
             return
         self._step += 1
         for name, p in self._parameters(optimizer):
@@ -206,6 +208,16 @@ def _divide_in_float64(recorder: LoopRecorder, layout: str | None, world: World)
         recorder.models.append(model)
         divide(model, *args)
 
+    trial = gathered_optimizer.updates_together
+
+    def try_unrecorded(*args: Any) -> bool | None:
+        recorder.is_paused = True
+        try:
+            return trial(*args)
+        finally:
+            recorder.is_paused = False
+
+    gathered_optimizer.updates_together = try_unrecorded
     api_loop.shard_module = record_model
     _replace_names(auto_parallelize=auto_parallelize)
 
@@ -227,9 +239,7 @@ def verify_loop(script: str, layout: str | None = None, num_ranks: int = 2, step
     """
     file = shlex.split(script)[0] if script.strip() else ""
     if not Path(file).is_file():
-        raise UsageError(
-            f"{file or 'an empty text'} is not a file; give --loop a script with a training loop, its arguments in quotes"
-        )
+        raise UsageError(f"{file or 'an empty text'} is not a file; give --loop a script with a training loop, its arguments in quotes")
     serial = launch(record_script, 1, script, steps, layout, True, show=False)[0]
     divided = launch(record_script, num_ranks, script, steps, layout, False, show=False)
     limit = TOLERANCE if tolerance is None else tolerance

@@ -74,7 +74,7 @@ class UnreturnedOutput:
         return f"NotReturned({self._reason})"
 
     def __getattr__(self, name: str) -> Any:
-        raise ModelError(self.__dict__["_why"])
+        raise ModelError(self.__dict__["_reason"])
 
     def __getitem__(self, key: object) -> Any:
         raise ModelError(self._reason)
