@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import shardwise
 from shardwise import api_loop
 from shardwise.capture.nesting import tensors_in
 from shardwise.errors import UsageError
@@ -224,7 +223,7 @@ def _divide_in_float64(recorder: LoopRecorder, layout: str | None, world: World)
 
 def _replace_names(**functions: Callable[..., Any]) -> None:
     for name, function in functions.items():
-        setattr(shardwise, name, function)
+        setattr(sys.modules["shardwise"], name, function)
         if hasattr(api_loop, name):
             setattr(api_loop, name, function)
 
