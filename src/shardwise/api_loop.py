@@ -23,6 +23,7 @@ from shardwise.plan.ir.axis import sample_axes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.run.loop.cumulative_statistics import trace_without_counters
 from shardwise.run.loop.shard_module import shard_module
 from shardwise.run.rank_agreement import check_model_agrees, synchronize_generators
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
@@ -112,8 +113,9 @@ def auto_parallelize(
         source = CachedModelSource(model, deferred)
         inputs = _model_arguments(model, batch)
         most = None if largest is None else _model_arguments(model, largest)
-        chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
-        shard_module(model, source, chosen, inputs, world)
+        with trace_without_counters(model):
+            chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
+            shard_module(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
         set_data_coordinate(
             DataParallelCoordinate(mesh.group(world.rank, *sample_axes(mesh.stage_axes)).index(world.rank), chosen.layout.data, world)

@@ -24,12 +24,15 @@ _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbat
 _DTYPE = "float64, float32, bfloat16 or float16; by default what the layout says (precision=bfloat16), or float64."
 _DEVICE = "Where ranks run: cpu, cuda or auto. Several ranks share a GPU where there are more of them."
 _CUT = "Shard weights wherever the rules allow, even where it does not pay; small models are otherwise not sharded."
+_LOOP = """A script with a training loop of its own (shardwise.auto_parallelize), with its arguments in quotes, instead of a model:
+losses, gradients, weights, optimizer state and buffers are compared, over --steps steps of its optimizers."""
 _MODEL = """A zoo name (gpt-10m, gpt:layers=12,hidden=768), hf:CONFIG.json, FILE.py:FACTORY that returns a module,
 (module, batch) or (module, batch, loss); or a PLAN.toml, whose layout, cuts and stages are then verified."""
 
 
 def verify(  # noqa: PLR0913
-    model: Annotated[str, typer.Argument(metavar="MODEL|PLAN.toml", help=_MODEL, show_default=False)],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL|PLAN.toml", help=_MODEL, show_default=False)] = None,
+    loop: Annotated[str | None, typer.Option("--loop", metavar="FILE", help=_LOOP, show_default=False)] = None,
     layout: Annotated[list[str] | None, typer.Option("--layout", metavar='"KEY=N ..."', help=_LAYOUTS, show_default=False)] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, metavar="N", help="Check that the layout has N ranks.", show_default=False)
@@ -58,8 +61,16 @@ def verify(  # noqa: PLR0913
       shardwise verify gpt-tiny --layout "tensor=2" --layout "pipeline=2 microbatches=2" --cut-everything
       shardwise verify hf:gpt2.json --layout "pipeline=2 microbatches=4" --batch 8 --sequence 32
       shardwise verify plan.toml
+      shardwise verify --loop "train.py --epochs 1" --layout "data=2 zero=3" --steps 4
     """
     with open_output(as_json) as out:
+        if loop is not None:
+            if model is not None or schedule is not None or cut_everything:
+                raise UsageError("--loop has its model, batch and schedule in the script; leave MODEL, --schedule and --cut-everything out")
+            _verify_loop(out, loop, layout, ranks, steps, tolerance)
+            return
+        if model is None:
+            raise UsageError("give a MODEL or a PLAN.toml, or --loop FILE with a training loop")
         from shardwise import api  # here: the command starts fast
         from shardwise.zoo.resolve import resolve
 
@@ -88,6 +99,24 @@ def verify(  # noqa: PLR0913
         if not result.ok:
             out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
+
+
+def _verify_loop(out: CommandOutput, script: str, layout: list[str] | None, ranks: int | None, steps: int, tolerance: float | None) -> None:
+    from shardwise.api_loop_verify import verify_loop  # here: the command starts fast
+    from shardwise.plan.layout import Layout  # here: the command starts fast
+
+    layouts = [Layout.parse(text) for text in layout or ()]
+    _check_ranks(layouts, ranks)
+    if len(layouts) > 1:
+        raise UsageError("--loop compares one layout at a time; give one --layout")
+    num_ranks = layouts[0].num_ranks if layouts else ranks or 2
+    with out.working(f"running {script} serially and on {num_ranks} ranks over {steps} steps"):
+        result = verify_loop(script, layout[0] if layout else None, num_ranks, steps, tolerance)
+    _show_result(out, script, result)
+    out.answer(result.record())
+    if not result.ok:
+        out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
+        raise typer.Exit(VerifyError.exit_code)
 
 
 def _read_plan_to_verify(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:

@@ -33,7 +33,8 @@ from shardwise.world.world import Group
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity forward; scales the gradient backward."""
+    """Identity forward; scales the gradient backward. The gradient of that gradient is not scaled: ranks that sum gradients each hold
+    `share` of them, and second derivatives enter and leave as first ones do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
@@ -42,7 +43,8 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.share, None
+        scaled = grad * ctx.share
+        return (scale_gradient(scaled, 1.0 / ctx.share) if torch.is_grad_enabled() and ctx.share else scaled), None
 
 
 def scale_gradient(x: Tensor, share: float) -> Tensor:
@@ -59,6 +61,8 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, target = ctx.duals
+        if torch.is_grad_enabled():  # create_graph=True: the gradient has a gradient, by the duals of the duals
+            return redistribute(grad, source, target, ctx.group), None, None, None
         return redistribute_forward(grad, source, target, ctx.group), None, None, None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.model.graph import Operator
 from shardwise.model.sharding.sharding import BranchOwners
 from shardwise.plan.ir.placement import Shard
@@ -141,6 +142,7 @@ class _RegionExchange(torch.autograd.Function):
         return tuple(received)
 
     @staticmethod
+    @refuse_second_derivatives("a region of several branches or inner layouts", "branch or inner")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         # Entering values are the same on every rank; of leaving ones the owner alone has more than an empty tensor.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.world.comm.group import Group
 
@@ -68,6 +69,7 @@ class _DispatchTokens(torch.autograd.Function):
         return _exchange_rows(group, x_ND[way.token_V], way.num_tokens_sent, way.num_tokens_received)[way.row_M]
 
     @staticmethod
+    @refuse_second_derivatives("the dispatch of tokens to experts", "expert")
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor | None, ...]:
         way = ctx.way
         grad_VD = _exchange_rows(
@@ -89,6 +91,7 @@ class _CombineTokens(torch.autograd.Function):
         return _sum_by_index(sums_VD.to(torch.result_type(rows_MD, weight_NT)), way.token_V, len(weight_NT))
 
     @staticmethod
+    @refuse_second_derivatives("the sum of what experts return", "expert")
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (rows_MD, weight_M), way, group = ctx.saved_tensors, ctx.way, ctx.group
         grad_MD = _exchange_rows(group, grad_ND[way.token_V].to(rows_MD.dtype), way.num_tokens_sent, way.num_tokens_received)[way.row_M]

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise.lower.kernels.attention_blocks import AttentionBlock, AttentionOutput, SoftmaxState, attend_block, attend_block_backward
 from shardwise.lower.kernels.random_stream import DropoutDraw
 from shardwise.lower.kernels.randomness import DrawSite, DrawState
 from shardwise.lower.kernels.sample_positions import narrow_box
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.plan.ir.placement import Range
 from shardwise.world.comm.group import Group
 from shardwise.world.comm.pending import CollectiveWork
@@ -339,7 +339,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @refuse_second_derivatives("attention", "context")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, top, total = ctx.saved_tensors
         ring, trip, dropping = ctx.rest

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.world import private
 from shardwise.world.world import Group
 
@@ -46,6 +47,7 @@ class _ScaledLinear(torch.autograd.Function):
         return scaled_product(rows, weight.to(WIDE), over_inputs).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @refuse_second_derivatives("a product in 8 bits", "precision=float8")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x = of_weight = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.world.world import Group
 
 
@@ -25,6 +26,7 @@ class _ShardedExtreme(torch.autograd.Function):
         return values if keeps else values.squeeze(dims)
 
     @staticmethod
+    @refuse_second_derivatives("a maximum or minimum", "tensor or context")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, values = ctx.saved_tensors
         equal = x == values
@@ -50,6 +52,7 @@ class _ExclusiveSum(torch.autograd.Function):
         return group.all_gather(total.unsqueeze(0), 0)[: group.index].sum(0)
 
     @staticmethod
+    @refuse_second_derivatives("a running sum", "context")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_gather(grad.unsqueeze(0), 0)[ctx.group.index + 1 :].sum(0), None
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.lower.kernels.randomness import DrawState
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.world.world import Group
 
 _LEAST = 1e-30  # added to a shard's variance, in case all values are equal: negligible otherwise
@@ -76,6 +77,7 @@ class _ShardedBatchNorm(torch.autograd.Function):
         return out.mul_((scale / rank_inverse).view(shape)).add_((shift if bias is None else shift + bias).view(shape)).to(x.dtype)
 
     @staticmethod
+    @refuse_second_derivatives("batch norm in training", "data")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         normal, weight, mean, inverse = ctx.saved_tensors
         shape, x, grad = _channel_shape(normal), _as_float32(normal), _as_float32(grad.contiguous())

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.ring import Ranges, Ring, ring_attention
 from shardwise.lower.kernels.sample_positions import DrawnShard
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.plan.ir.placement import Range, even_shard_ranges
 from shardwise.world.comm.group import Group
 
@@ -163,6 +164,7 @@ class _ExchangeHeads(torch.autograd.Function):
         return tuple(group.exchange(sent, [(size,) for size in sizes]))
 
     @staticmethod
+    @refuse_second_derivatives("attention", "context")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group, sizes = ctx.reverse
         return None, None, *group.exchange(grads, [(size,) for size in sizes])

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.world.world import Group
 
 
@@ -89,6 +90,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         return (total.log() - at_target).masked_fill(~counted, 0.0).sum()
 
     @staticmethod
+    @refuse_second_derivatives("cross entropy over classes", "tensor")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, is_off_rank, counted = ctx.saved_tensors
         target_mask = (~is_off_rank).to(probabilities.dtype).unsqueeze(-1)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.run.gradients.replica_watch import ReplicaWatch
 from shardwise.run.state.parameters import FlatGroup, share_gradient_memory
 from shardwise.world import private
 from shardwise.world.world import World
@@ -46,6 +47,7 @@ class LoopGradientReducer:
         sums = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
         share_gradient_memory(groups, sums)
         self._reduced_groups = [(group, over) for group, over in zip(groups, sums, strict=True) if over is not None]
+        self._watch = ReplicaWatch(self._reduced_groups, parameters, world)
         self._ordered_buckets = [(group, over, bucket) for group, over in self._reduced_groups for bucket in group.buckets]
         self._parameters, self._uses_differ, self._reduces_at_end = parameters, uses_differ, reduces_at_end
         self._in_backward = False
@@ -125,6 +127,7 @@ class LoopGradientReducer:
                         group.views[name].zero_()
                     else:
                         torch.mul(grad.to_dense() if grad.is_sparse else grad, 1 / over.size, out=group.views[name])
+            self._watch.observe_gradients(group, bucket)
             self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
 
     def _finish(self) -> None:
@@ -141,6 +144,7 @@ class LoopGradientReducer:
         self._used_before.clear()
         with private.as_base_tensor():
             self._write_gradients(self._all_reduce_used() if self._uses_differ else None)
+        self._watch.finish_backward()
 
     def _check_arrived(self) -> None:
         """Raise UsageError if a gradient was computed that does not go to `.grad`."""

@@ -7,8 +7,7 @@ whichever capture computed it (`run/loop/shard_module`), so partial gradients ov
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -31,12 +30,15 @@ from shardwise.capture.nesting import (
 from shardwise.errors import Infeasible, ModelError, UsageError
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.redistribute import redistribute, scale_gradient
-from shardwise.plan.ir.axis import DATA, axis_of, sample_axes
-from shardwise.plan.ir.mesh import Mesh
-from shardwise.plan.ir.placement import D, Placement, R, even_shard_range, is_shard
+from shardwise.plan.ir.axis import DATA, sample_axes
+from shardwise.plan.ir.placement import D, R, even_shard_range, is_halo, is_shard, shard
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
+from shardwise.run.gradients.outside_parameters import ModuleCall
+from shardwise.run.gradients.replica_watch import INTERVAL
+from shardwise.run.loop.cumulative_statistics import average_cumulatively, cumulative_norms
+from shardwise.run.loop.full_weights import FullWeightCache
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
 from shardwise.run.loop.mutation_guard import MutationGuard
 from shardwise.run.loop.optimizer_steps import OptimizerSteps
@@ -73,7 +75,7 @@ class UnreturnedOutput:
         return f"NotReturned({self._reason})"
 
     def __getattr__(self, name: str) -> Any:
-        raise ModelError(self.__dict__["_why"])
+        raise ModelError(self.__dict__["_reason"])
 
     def __getitem__(self, key: object) -> Any:
         raise ModelError(self._reason)
@@ -110,13 +112,13 @@ class CapturedForward:
         """Return the output. `inputs`: the tensors of the call by path."""
         parts, layout, stage = self.rank_model, self.plan.layout, self.rank_model.single_stage
         tensors = {v.value: inputs[v.name].to(self.world.device) for v in parts.graph.inputs}
-        for value, group in self._reduced_input_gradients:
-            if tensors[value].requires_grad:  # another model computed it and needs the full gradient
-                tensors[value] = redistribute(tensors[value], R, D, group)
         coordinates = layout.mesh.coordinates(self.world.rank)
         kept_axes = () if self.batch_mode is BatchMode.GLOBAL_BATCH else parts.sharding.sample_axes
         for value, x in tensors.items():
-            tensors[value] = narrow_to(x, parts.sharding.stored(value, x.shape, coordinates, excluded_axes=kept_axes))
+            if x.requires_grad and torch.is_grad_enabled():  # the loop differentiates by it, or layers before the module train
+                tensors[value] = self._enter_differentiable_input(value, x)
+            else:
+                tensors[value] = narrow_to(x, parts.sharding.stored(value, x.shape, coordinates, excluded_axes=kept_axes))
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in stage.variables]
         for position, group in self._extra_gradient_reductions:
             values[position] = redistribute(values[position], R, D, group)
@@ -202,14 +204,29 @@ class CapturedForward:
         }
         return [(i, shares[v]) for i, v in enumerate(self.rank_model.single_stage.variables) if shares.get(v, 1.0) != 1.0]
 
-    @cached_property
-    def _reduced_input_gradients(self) -> list[tuple[str, Group]]:
-        """Inputs with partial gradients over a group of tensor ranks."""
-        gradients = self.rank_model.sharding.gradient_axes
-        axes = [
-            (v.value, axis) for v in self.rank_model.graph.inputs for axis in gradients.get(v.value, ()) if not axis_of(axis).shards_samples
-        ]
-        return [(value, self._group(axis)) for value, axis in axes]
+    def _enter_differentiable_input(self, value: str, x: Tensor) -> Tensor:
+        """Return this rank's shard of an input, whose gradient is that of the input as the loop holds it.
+
+        Of a global batch, every rank gets the gradient by all of it, as it got all outputs; of a shard of the samples, a rank gets the
+        gradient by its samples. Within the module gradients are `num_sample_shards` times the loop's (see `run/loop/shard_module`).
+        """
+        sharding, partial = self.rank_model.sharding, self.rank_model.sharding.gradient_axes.get(value, ())
+        share, sample_axes_ = 1.0, sharding.sample_axes
+        has_own_samples = False
+        for axis, form in sharding.placements[value].items():
+            is_sample_axis = axis in sample_axes_
+            if is_sample_axis and self.batch_mode is BatchMode.GLOBAL_BATCH:
+                share /= sharding.sizes[axis]
+            if is_sample_axis and self.batch_mode is not BatchMode.GLOBAL_BATCH:
+                has_own_samples |= is_shard(form)
+                share /= 1 if is_shard(form) or axis in partial else sharding.sizes[axis]
+            elif is_shard(form) and not (form.lengths or form.runs):
+                x = redistribute(x, R, shard(form.dim, x.shape[form.dim], sharding.sizes[axis]), self._group(axis))
+            elif is_shard(form) or is_halo(form):
+                x = redistribute(x, R, form, self._group(axis))
+            elif axis in partial:
+                x = redistribute(x, R, D, self._group(axis))
+        return scale_gradient(x, share / self.relative_share if has_own_samples else share)
 
     def _group(self, axis: str) -> Group:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
@@ -329,6 +346,17 @@ class GraphReplica:
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output for this rank's samples. Generation (new objects in the inputs, no gradients) runs the model's own code."""
+        if names := cumulative_norms(self.batch_norms):
+            with average_cumulatively(self.model, self.captures.source.model, names):
+                return self._compute(args, kwargs, names)
+        return self._compute(args, kwargs, ())
+
+    @cached_property
+    def batch_norms(self) -> list[tuple[str, nn.Module]]:
+        """The batch norms of the model, by name."""
+        return [(name, m) for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm)]
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], cumulative: tuple[str, ...]) -> Any:
         called = self.captures.nest_arguments(args, kwargs)
         form = BatchSignature.of(called)
         if torch.is_grad_enabled():
@@ -338,7 +366,7 @@ class GraphReplica:
             with self.gathered_weights.full_weights_in(self.model, self.rank_model, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
         hooked = self.mutation_guard.hooked_modules()
-        call = (modes_of(self.model), form.key, BatchMode.LOCAL_SHARD, hooked)
+        call = (modes_of(self.model), (form.key, cumulative) if cumulative else form.key, BatchMode.LOCAL_SHARD, hooked)
         samples, batch = self._resolve_samples(call, called, form)
         forward = self._forward_for((*call[:2], batch, hooked), samples, called)
         forward.rank_model.draw.step += 1
@@ -346,7 +374,14 @@ class GraphReplica:
         if hooked:
             output, calls = output
             call_hooks(self.model, hooked, calls)
+        has_own_samples = batch is BatchMode.LOCAL_SHARD and max(self._sample_shards) > 0
+        num_local = batch_size_of(called) if has_own_samples else 0
+        ModuleCall(self.captures.world, self._parameter_ids, num_local, forward.relative_share).record(called, output)
         return output
+
+    @cached_property
+    def _parameter_ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.rank_model.parameters.values()))
 
     @cached_property
     def gathered_weights(self) -> FullWeightCache:
@@ -368,6 +403,8 @@ class GraphReplica:
                 and not self._forward_for(call, num_local * n, inputs).communicates
             )
             samples, batch = (num_local, batch) if alone else self._agree_on_batch(inputs, num_local, form)  # alone: on its own samples
+        elif torch.is_grad_enabled() and self.captures.world.num_ranks > n and self.draw.step % INTERVAL == 0:
+            self._agree_on_batch(inputs, num_local, form)  # ranks with the same samples have the same tensors
         if n == 1:
             return num_local, BatchMode.LOCAL_SHARD
         if samples == num_local and layout.expert == 1 and (batch is BatchMode.LOCAL_SHARD or num_local < n):
@@ -449,48 +486,3 @@ class GraphReplica:
 
     def _weight_shards(self) -> list[StateShard]:
         return weight_shards(self.rank_model, self.captures.plan.layout.mesh.coordinates(self.captures.world.rank))
-
-
-@dataclass
-class FullWeightCache:
-    """The sharded weights and buffers of a module, gathered and cached."""
-
-    world: World
-    _full: dict[str, Tensor] = field(default_factory=dict)
-    _versions: tuple[int, ...] = ()
-
-    @contextmanager
-    def full_weights_in(self, model: nn.Module, rank_model: RankModel, mesh: Mesh) -> Iterator[None]:
-        """Give every submodule of `model` full tensors within a block without gradients."""
-        tensors: dict[str, Tensor] = {**rank_model.buffers, **rank_model.parameters}
-        cuts: dict[str, list[tuple[str, Placement]]] = {
-            v.name: [(axis, form) for axis, form in rank_model.stored_placements(v).items() if is_shard(form)]
-            for v in (*rank_model.graph.parameters, *rank_model.graph.buffers)
-        }
-        self._gather(tensors, {name: sharded_axes for name, sharded_axes in cuts.items() if sharded_axes}, mesh)
-        full = {id(tensors[name]): x for name, x in self._full.items()}
-        tables = [(table, dict(table)) for module in model.modules() for table in private.tensor_tables(module)]
-        try:
-            for table, original in tables:
-                table.update({key: full[id(x)] for key, x in original.items() if id(x) in full})
-            yield
-        finally:
-            for table, original in tables:
-                table.update(original)
-
-    def _gather(self, local_tensors: Mapping[str, Tensor], axes_by_name: Mapping[str, list[tuple[str, Placement]]], mesh: Mesh) -> None:
-        """Gather all sharded tensors again if any rank's have changed."""
-        versions = tuple(private.version_of(local_tensors[name]) for name in axes_by_name)
-        if not axes_by_name or not self.world.all_reduce_max([int(versions != self._versions or not self._full)])[0]:
-            return
-        for name, sharded_axes in axes_by_name.items():
-            with private.as_base_tensor():
-                x = local_tensors[name].detach()
-                for axis, placement in reversed(sharded_axes):
-                    x = redistribute(x, placement, R, self.world.group(mesh.group(self.world.rank, axis)))
-            self._full[name] = x
-        self._versions = versions
-
-    def clear(self) -> None:
-        """Free the gathered weights: the module trains."""
-        self._full.clear()

@@ -6,6 +6,7 @@ with its gradient, or `NotImplemented` for calls that are left to the factor rul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.lower.kernels.sharded_dims import sharded_extreme
 from shardwise.world import private
 from shardwise.world.world import Group
+
+_AUTOGRAD_GRAD = inspect.unwrap(torch.autograd.grad)  # as torch passes it; `run/loop/outside_parameters` wraps the name
 
 
 class ShardedTensorBase(Tensor):
@@ -66,6 +70,7 @@ class _GlobalNorm(torch.autograd.Function):
         return total.to(part.dtype)
 
     @staticmethod
+    @refuse_second_derivatives("the norm of a weight", "tensor or zero")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         part, total = ctx.saved_tensors
         factor = (part / total).pow(ctx.p - 1) if total and ctx.p else torch.zeros_like(total)
@@ -159,7 +164,7 @@ def _compare_globally(compare: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def _grad_of_shards(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `torch.autograd.grad`: the gradient with respect to a shard is a shard. The property of this name is not replaced."""
-    if func is not torch.autograd.grad:
+    if func is not _AUTOGRAD_GRAD:
         return NotImplemented
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs_list = [inputs] if isinstance(inputs, Tensor) else list(inputs)

@@ -37,6 +37,7 @@ from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, is_shard
 from shardwise.plan.plan import Plan
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
+from shardwise.run.gradients.outside_parameters import patch_autograd
 from shardwise.run.loop.checkpoints import slot_spec
 from shardwise.run.loop.forward import GraphReplica, ModuleCaptures
 from shardwise.run.loop.gathered_optimizer import gather_for_steps, gather_full_tensor
@@ -152,6 +153,8 @@ def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, 
             "staleness and servers do not apply; use shardwise.parallelize"
         )
     patch_wrappers()
+    if world.num_ranks > 1:
+        patch_autograd()
     set_matmul_precision(layout.precision, world.device)
     if layout.compile == "on":
         raise Infeasible(f"{layout}: a plain loop's module is not compiled; leave compile out, or use shardwise.parallelize")

@@ -43,6 +43,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, check_uncaptured
 from shardwise.run.checkpoint import StateShard, full_shard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
+from shardwise.run.gradients.outside_parameters import ModuleCall
 from shardwise.run.parts.rank_model import RankModel, program_of
 from shardwise.run.parts.rows import CallConvention
 from shardwise.run.rank_model.build import BuildRequest
@@ -254,7 +255,7 @@ class EagerReplica:
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for this rank's samples; means over samples are averaged over all ranks."""
         num_local, share = self._sample_share((args, kwargs))
-        args, kwargs = self._to_device(args), self._to_device(kwargs)
+        args, kwargs = self._to_device(args, share), self._to_device(kwargs, share)
         device, layout = self.world.device, self.plan.layout
         user_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None  # the user's own
         autocast = autocast_dtype_of(layout.precision) or user_dtype
@@ -268,7 +269,10 @@ class EagerReplica:
         is_local = (
             self.gradient_reducer is None or self.call_convention.is_global_batch
         )  # then every rank computes the global batch, or nothing is reduced
-        return output if is_local else self._reduce_outputs(output, num_local, share)
+        output = output if is_local else self._reduce_outputs(output, num_local, share)
+        ids = frozenset(map(id, self.parameters.values()))
+        ModuleCall(self.world, ids, 0 if is_local else num_local, 1.0 if is_local else share).record((args, kwargs), output)
+        return output
 
     def _sample_share(self, batch: Any) -> tuple[int, float]:
         """Return this rank's number of samples, and its ratio to an equal share. Batches not from `shardwise.shard` count as equal
@@ -277,14 +281,15 @@ class EagerReplica:
         num_global = count_samples(batch)
         return num_local, num_local * self.plan.layout.data / num_global if num_global not in (0, num_local) else 1.0
 
-    def _to_device(self, batch: Any) -> Any:
-        """Return arguments on this rank's device, in float64 if that is the precision."""
+    def _to_device(self, batch: Any, share: float) -> Any:
+        """Return arguments on this rank's device, in float64 if that is the precision; gradients by them do not count by `share`."""
         double = self.plan.layout.precision == "float64"
 
         def moved(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            return x.to(self.world.device, torch.float64 if double and x.is_floating_point() else x.dtype)
+            x = x.to(self.world.device, torch.float64 if double and x.is_floating_point() else x.dtype)
+            return scale_gradient(x, 1 / share) if x.requires_grad and share not in (0.0, 1.0) else x
 
         return replace_leaves(batch, {path: moved(x) for path, x in named_leaves(batch)})
 

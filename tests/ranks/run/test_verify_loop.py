@@ -1,0 +1,42 @@
+"""`shardwise verify --loop`: a user's script against itself, serially; a script that is not right is told by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.api_loop_verify import verify_loop
+from shardwise.errors import UsageError
+
+SCRIPT = """
+import torch, torch.nn as nn, torch.nn.functional as F, shardwise
+torch.manual_seed(0)
+data = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(4)]
+net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+stem, net = nn.Linear(6, 6), shardwise.auto_parallelize(net, (data[0][0],), plan="data=2 zero=3")
+optimizer = torch.optim.AdamW([*stem.parameters(), *net.parameters()], 1e-2)
+for x, y in shardwise.shard(data):
+    optimizer.zero_grad()
+    F.cross_entropy(net(stem(x)), y, reduction="{reduction}").backward()
+    optimizer.step()
+"""
+
+
+def test_compares_a_script_with_itself(tmp_path: Path) -> None:
+    """The loss must be a mean over this rank's samples; a sum counts half, and the gradients show it."""
+    results = {}
+    for reduction in ("mean", "sum"):
+        script = tmp_path / f"{reduction}.py"
+        script.write_text(SCRIPT.format(reduction=reduction))
+        results[reduction] = verify_loop(f"{script} --some argument", num_ranks=2, steps=3)
+    assert results["mean"].ok, results["mean"].first_difference
+    assert results["mean"].worst.keys() == {"losses", "gradients", "weights", "optimizer state", "buffers"}
+    assert results["mean"].steps == 3
+    assert not results["sum"].ok
+    assert "step 1" in str(results["sum"].first_difference)
+
+
+def test_refuses_what_is_no_script() -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.py is not a file"):
+        verify_loop("nowhere.py")
