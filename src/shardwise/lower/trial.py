@@ -1,10 +1,11 @@
 """Trial of every operator of a sharded graph, lowered for several ranks, on tensors without data, before anything runs.
 
-In: a graph, its sharding, the precision. Out: what fails: operators whose kernel raises on the shards that it would get, forward or backward,
-or returns other shapes than the sharding says; and those that need all operands in one dtype under autocast. Equal calls on equal shards
-are tried once, so that a network of many layers costs as much as one layer, and a layout of many ranks as a few.
+In: a graph, its sharding, the precision. Out: what fails: operators whose kernel raises on the shards that it would get, forward or
+backward, or returns other shapes than the sharding says; and those that need all operands in one dtype under autocast. Equal calls on equal
+shards are tried once, so that a network of many layers costs as much as one layer, and a layout of many ranks as a few.
 
-Not tried: what depends on values (masks, numbers of selected rows), users' own autograd functions, and operators with no rule of shapes.
+Not tried: elementwise operators, matrix products and norms, whose shards follow from their rules alone; what depends on values (masks,
+numbers of selected rows), users' own autograd functions, and operators with no rule of shapes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.gradients import values_needing_gradient
 from shardwise.model.graph import Graph, Operator, writes_buffer
 from shardwise.model.sharding.sharding import Sharding
-from shardwise.ops import is_random, record_of
+from shardwise.ops import is_elementwise, is_random, record_of
+from shardwise.ops.vocabulary import LoweringKind, MatmulKind
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import Placement, has_single_owner
 from shardwise.plan.ir.precision import PRECISIONS, Precision
@@ -37,6 +40,7 @@ from shardwise.world.comm.group import Group
 from shardwise.world.recorder import CollectiveRecorder
 
 MAX_RANKS = 8  # ranks of a layout that are all tried; of more, the first, the last and those next to the first along each axis
+_Attempt = tuple[tuple[torch.dtype, ...], str, bool]  # dtypes of the outputs, error, whether operands had to have one dtype
 UNDECIDED = (NotImplementedError, *FAKE_TENSOR_ERRORS, *DATA_DEPENDENT_ERRORS)
 
 
@@ -58,26 +62,13 @@ class TrialResult:
     promoted: frozenset[str] = frozenset()
 
 
-class _TrialTransport:
-    """A transport that moves nothing: its collectives have happened when they are called."""
+def _move_nothing(*_: object) -> None:
+    """Stand for a collective on tensors without data: it has happened when it is called."""
 
-    def widens(self, dtype: torch.dtype) -> bool:
-        return True
 
-    def all_reduce(self, x: Tensor, op: str, wait: bool) -> None:
-        """Sum nothing."""
-
-    def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool) -> None:
-        """Gather nothing."""
-
-    def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> None:
-        """Exchange nothing."""
-
-    def send(self, x: Tensor, to: int, tag: int) -> None:
-        """Send nothing."""
-
-    def receive(self, x: Tensor, source: int, tag: int) -> None:
-        """Receive nothing."""
+_TRIAL_TRANSPORT = SimpleNamespace(
+    widens=lambda dtype: True, **dict.fromkeys(("all_reduce", "all_gather", "exchange", "send", "receive"), _move_nothing)
+)
 
 
 @cache
@@ -92,7 +83,7 @@ class _TrialWorld:
     rank: int
 
     def group(self, ranks: tuple[int, ...]) -> Group:
-        return Group(ranks, self.rank, _recorder(), torch.device("cpu"), lambda *_: (_TrialTransport(), "trial"))
+        return Group(ranks, self.rank, _recorder(), torch.device("cpu"), lambda *_: (_TRIAL_TRANSPORT, "trial"))
 
 
 def try_operators(graph: Graph, sharding: Sharding, precision: str, local_statistics: tuple[str, ...] = ()) -> TrialResult:
@@ -102,6 +93,7 @@ def try_operators(graph: Graph, sharding: Sharding, precision: str, local_statis
         return TrialResult()
     mesh = Mesh(tuple(sharding.sizes.items()))
     trial = _Trial(graph, sharding, one)
+    failure = None
     with fake_mode(), silence_fake_tensor_log():
         for rank in _ranks_to_try(mesh):
             lowering = Lowering(
@@ -113,9 +105,8 @@ def try_operators(graph: Graph, sharding: Sharding, precision: str, local_statis
                 local_statistics=local_statistics,
                 precision=one,
             )
-            if (failure := trial.run(lowering)) is not None:
-                return TrialResult(failure, frozenset(trial.promoted))
-    return TrialResult(None, frozenset(trial.promoted))
+            failure = failure or trial.run(lowering)
+    return TrialResult(failure, frozenset(trial.promoted))
 
 
 def _ranks_to_try(mesh: Mesh) -> list[int]:
@@ -133,7 +124,7 @@ class _Trial:
     sharding: Sharding
     precision: Precision
     promoted: set[str] = field(default_factory=set)
-    results: dict[object, tuple[tuple[torch.dtype, ...], str, bool]] = field(default_factory=dict)  # dtypes, error, whether promoted
+    results: dict[object, _Attempt] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state = self.graph.state
@@ -146,7 +137,9 @@ class _Trial:
         narrow = bool(self.precision.product_dtype)
         for op in self.graph.operators:
             labels = {axis: label for axis, label in self.sharding.labels[op.name].items() if label}
-            if op.function is not None or not (labels or narrow) or self._is_off_rank(op, lowering):
+            if not (labels or narrow) or not _needs_trial(op) or self._is_off_rank(op, lowering):
+                if narrow:
+                    dtypes.update({v: lowering.dtype(v) for v in op.outputs})
                 continue
             call = _ShardedCall.of(lowering, op, tuple(labels), [dtypes[v] for v in op.inputs])
             key = (call.key, tuple(v in self.needs_gradient for v in op.inputs))
@@ -165,7 +158,7 @@ class _Trial:
         at = lowering.coordinates
         return any(form is not None and has_single_owner(form) and form.rank != at[axis] for row in rows for axis, form in row.items())
 
-    def _try(self, lowering: Lowering, op: Operator, call: _ShardedCall) -> tuple[tuple[torch.dtype, ...], str, bool]:
+    def _try(self, lowering: Lowering, op: Operator, call: _ShardedCall) -> _Attempt:
         """Return the dtypes of the outputs, what fails (empty: nothing), and whether all operands had to have one dtype."""
         expected = tuple(lowering.dtype(v) for v in op.outputs)
         error: Exception | None = None
@@ -179,12 +172,12 @@ class _Trial:
                 raise
             except Exception as raised:  # torch's own, of any class: a shape, a dtype, an argument
                 error = error or raised
-        return expected, "" if error is None or not self._runs_unsharded(op) else _first_line(error), False
+        return expected, _first_line(error) if error is not None and self._runs_unsharded(op) else "", False
 
     def _run(self, lowering: Lowering, op: Operator, call: _ShardedCall) -> tuple[torch.dtype, ...]:
         """Run an operator on a rank's shards, forward and backward; return the dtypes of its outputs. Raises what torch raises."""
         inputs = [
-            _empty(shape, dtype, v in self.needs_gradient)
+            _empty(shape, dtype, lowering.device, v in self.needs_gradient)
             for v, shape, dtype in zip(op.inputs, call.input_shapes, call.input_dtypes, strict=True)
         ]
         nodes = Nodes()
@@ -203,8 +196,9 @@ class _Trial:
     def _runs_unsharded(self, op: Operator) -> bool:
         """Return whether the operator runs as it was traced, on tensors without data; otherwise a failure says nothing."""
         tensors = self.graph.tensors
-        inputs = [_empty(tensors[v].shape, getattr(torch, tensors[v].dtype), v in self.needs_gradient) for v in op.inputs]
-        values, cpu = iter(inputs), torch.device("cpu")
+        cpu = torch.device("cpu")
+        inputs = [_empty(tensors[v].shape, getattr(torch, tensors[v].dtype), cpu, v in self.needs_gradient) for v in op.inputs]
+        values = iter(inputs)
         args = [lower_argument(a, values, cpu) for a in op.args]
         kwargs = {k: lower_argument(a, values, cpu) for k, a in op.kwargs}
         try:
@@ -215,6 +209,23 @@ class _Trial:
         except Exception:  # it says nothing about shards
             return False
         return not is_random(op)
+
+
+_BY_SHAPE_ALONE = frozenset(
+    {
+        LoweringKind.BATCH_NORM, LoweringKind.GROUP_NORM, LoweringKind.INSTANCE_NORM, LoweringKind.CROSS_ENTROPY, LoweringKind.NLL,
+        LoweringKind.DROPOUT, LoweringKind.ATTENTION, LoweringKind.EXPERT_DISPATCH, LoweringKind.EXPERT_MATMUL, LoweringKind.EXPERT_COMBINE,
+    }
+)  # fmt: skip
+
+
+def _needs_trial(op: Operator) -> bool:
+    """Return whether an operator's shards may be of no use to its kernel: it takes sizes, windows, or indices."""
+    record = record_of(op)
+    is_product = record.product.kind in (MatmulKind.LINEAR, MatmulKind.WEIGHT, MatmulKind.BATCHED) and record.windows is None
+    return (
+        op.function is None and not is_elementwise(op) and not is_product and not is_random(op) and record.lowering not in _BY_SHAPE_ALONE
+    )
 
 
 @dataclass(frozen=True)
@@ -240,7 +251,11 @@ class _ShardedCall:
         labels = {axis: sharding.labels[op.name][axis] for axis in axes}
         rule = find_fused_dims(lowering.graph).rules.get(op.name) if axes else None
         record = record_of(op)
-        special = record.lowering or record.windows is not None or (rule is not None and any(label in rule.kernels for label in labels.values()))
+        special = (
+            record.lowering in (LoweringKind.SLICE, LoweringKind.HIDDEN_UNITS)
+            or record.windows is not None
+            or (rule is not None and any(label in rule.kernels for label in labels.values()))
+        )
         whole = tuple(tensors[v].shape for v in (*op.inputs, *op.outputs))
         signature = (op.target, repr(op.args), repr(op.kwargs), op.autocast, whole, repr(rows), tuple(labels.items()))
         return cls(inputs, tuple(dtypes), outputs, (signature, inputs, tuple(dtypes), tuple(at[a] for a in axes) if special else ()))
@@ -266,8 +281,10 @@ def _run_backward(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         torch.autograd.grad(roots, leaves, [torch.ones_like(x) for x in roots], allow_unused=True)
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, requires_grad=requires_grad and (dtype.is_floating_point or dtype.is_complex))
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
+    return torch.empty(
+        tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad and (dtype.is_floating_point or dtype.is_complex)
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -109,7 +109,7 @@ def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
 def layout_word(axis: str, sizes: Mapping[str, int]) -> str:
     """Return the word of a layout that gives an axis its ranks, as users write it; `sizes`: of all mesh axes.
 
-    >>> layout_word("height", {"height": 2, "width": 2}), layout_word("width", {"width": 2}), layout_word("columns", {"rows": 2, "columns": 4})
+    >>> layout_word("height", {"height": 2, "width": 2}), layout_word("width", {"width": 2}), layout_word("rows", {"rows": 2, "columns": 4})
     ('spatial=2x2', 'spatial=1x2', 'tensor=2x4')
     """
     names = POSITIONS if axis in POSITIONS else GRID_AXES if axis in GRID_AXES else ()

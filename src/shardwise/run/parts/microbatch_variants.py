@@ -25,6 +25,7 @@ from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.placement import is_shard
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
+from shardwise.run.parts.runnable_sharding import check_runnable
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def resize_shardings(shardings: Sequence[Sharding], base: Graph, graph: Graph, l
     resized = {id(sharding): resize_sample_shards(sharding, graph, sample_shares(layout)) for sharding in shardings}
     for sharding in resized.values():
         check_divisible(sharding, graph)
+        check_runnable(graph, sharding, layout)
     return tuple(resized[id(sharding)] for sharding in shardings)
 
 

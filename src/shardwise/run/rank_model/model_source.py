@@ -39,7 +39,7 @@ from shardwise.plan.ir.patterns import expand_shards
 from shardwise.plan.plan import Plan
 from shardwise.run.parts.local_blocks import InitialValues
 from shardwise.run.parts.microbatch_variants import sample_shares
-from shardwise.run.rank_model.runnable_sharding import shard_runnable
+from shardwise.run.parts.runnable_sharding import shard_runnable
 from shardwise.run.state.precision import DTYPES
 
 

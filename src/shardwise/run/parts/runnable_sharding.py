@@ -1,7 +1,7 @@
 """Search of a sharding under which every operator runs: one whose kernel fails on its shards is computed whole instead.
 
-In: a graph, a layout, a function that shards the graph. Out: the sharding, proven on tensors without data (`lower/trial`); or a refusal that
-names the operator, the layout's key and the remedy.
+In: a graph, a layout, a function that shards the graph. Out: the sharding, proven on tensors without data (`lower/trial`); or a refusal
+that names the operator, the layout's key and the remedy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from shardwise.errors import LayoutError, ModelError
+from shardwise.errors import Infeasible, LayoutError, ModelError
 from shardwise.lower.trial import OperatorFailure, try_operators
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding
@@ -49,18 +49,18 @@ def shard_runnable(graph: Graph, layout: Layout, shard: Callable[[Labels], Shard
 
 
 def check_runnable(graph: Graph, sharding: Sharding, layout: Layout) -> None:
-    """Raise LayoutError or ModelError if an operator fails on its shards: those of another number of samples, or of another batch."""
+    """Raise Infeasible if an operator fails on its shards of another number of samples."""
     failure = try_operators(graph, sharding, layout.precision, layout.local_statistics_axes).failure
     if failure is not None:
-        raise _refusal(failure, sharding, layout)
+        raise Infeasible(f"with microbatches of {graph.batch_size} samples {_refusal(failure, sharding, layout)}")
 
 
 def _refusal(failure: OperatorFailure, sharding: Sharding, layout: Layout) -> LayoutError | ModelError:
     shapes = ", ".join(str(list(shape)) for shape in failure.shapes)
     if not failure.axes:
         return ModelError(
-            f"{failure.op.site} cannot compute what precision={layout.precision} gives it ({failure.reason}); cast its operands to one dtype "
-            "in the model, or use precision=float32"
+            f"{failure.op.site} cannot compute with the dtypes that precision={layout.precision} gives it ({failure.reason}); cast its "
+            "operands to one dtype in the model, or use precision=float32"
         )
     words = list(dict.fromkeys(layout_word(axis, sharding.sizes) for axis in failure.axes))
     keys = " and ".join(word.partition("=")[0] for word in words)
