@@ -68,6 +68,7 @@ class Engine(CheckpointMixin):
     """Trains one rank's shard of a model under a plan. Every rank builds one and calls the same methods in the same order."""
 
     _judge: StepCheck | None = None
+    _has_skipped = False  # whether a step left parameters alone
 
     def __init__(
         self,
@@ -259,6 +260,7 @@ class Engine(CheckpointMixin):
         """Run forward and backward of all microbatches; reduce gradients into the flat groups (with staleness, asynchronously)."""
         parts = self._step_parts(batch, is_global_batch, samples, trains=True)
         self._loss_divisor = parts[0][1].divisor
+        self._skip_untrained([capture for capture, _ in parts])
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
@@ -286,6 +288,20 @@ class Engine(CheckpointMixin):
             name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
         return result
+
+    def _skip_untrained(self, captures: Sequence[RunnableCapture]) -> None:
+        """Let the optimizer leave alone what no capture of this step trains, as torch's does with a parameter without a gradient."""
+        if all(capture is self._captures.training_capture for capture in captures) and not self._has_skipped:
+            return
+        trained = frozenset[str]().union(*(capture.rank_model.trained_names for capture in captures))
+        skipped = self.rank_model.trained_names - trained
+        if skipped and self._stale is not None:
+            raise Infeasible(
+                f"a batch of this form does not train {min(skipped)}, and late updates move it all the same; use staleness=0 and servers=0, "
+                "or batches from which every parameter learns"
+            )
+        self._has_skipped = self._has_skipped or bool(skipped)
+        self._optimizer.skip(skipped)
 
     def _run_parts(
         self,
