@@ -1,7 +1,7 @@
 """Small models of many kinds that are none of the zoo's nor of the tests': what `scripts/verify_all --outside --random N` runs.
 
-In: a name of `MODELS`. Out: (module, batch): the module returns its loss, batches have 16 samples in dimension 0 where there are samples. No
-model draws random numbers. A model is made of named layers and a function of them and the batch, so that sixty fit on a few pages.
+In: a name of `MODELS`. Out: (module, batch): the module returns its loss, batches have 16 samples in dimension 0 where there are samples.
+No model draws random numbers. A model is made of named layers and a function of them and the batch, so that sixty fit on a few pages.
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ def ids(high: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def model(batch: Callable[[], dict[str, Tensor]], **layers: Callable[[], nn.Module]) -> Callable[[Callable[..., Tensor]], None]:
+def model(
+    batch: Callable[[], dict[str, Tensor]], **layers: Callable[[], nn.Module]
+) -> Callable[[Callable[..., Tensor]], Callable[[], Any]]:
     """Register a model under the name of its function."""
 
-    def register(function: Callable[..., Tensor]) -> None:
+    def register(function: Callable[..., Tensor]) -> Callable[[], Any]:
         def build() -> Any:
             torch.manual_seed(0)
             return Made(function, **{name: make() for name, make in layers.items()}), batch()
 
         build.__name__ = build.__qualname__ = function.__name__
         MODELS[function.__name__] = build
+        return build
 
     return register
 
@@ -589,10 +592,3 @@ def spectral_operator(m: Any, u: Tensor) -> Tensor:
     low = torch.fft.rfft(h)[..., :4]
     mixed = torch.complex(m.w(low.real.transpose(1, 2)), m.w(low.imag.transpose(1, 2))).transpose(1, 2)
     return F.mse_loss(m.o(torch.fft.irfft(F.pad(mixed, (0, 5)), n=16) + h), u.roll(1, -1))
-
-
-def __getattr__(name: str) -> Any:
-    """Return the builder of a model, which `shardwise verify bench/verify/outside_models.py:NAME` names."""
-    if name in MODELS:
-        return MODELS[name]
-    raise AttributeError(name)
