@@ -72,7 +72,7 @@ _TRIAL_TRANSPORT = SimpleNamespace(
 
 
 @cache
-def _recorder() -> CollectiveRecorder:
+def _make_recorder() -> CollectiveRecorder:
     return CollectiveRecorder()
 
 
@@ -83,7 +83,7 @@ class _TrialWorld:
     rank: int
 
     def group(self, ranks: tuple[int, ...]) -> Group:
-        return Group(ranks, self.rank, _recorder(), torch.device("cpu"), lambda *_: (_TRIAL_TRANSPORT, "trial"))
+        return Group(ranks, self.rank, _make_recorder(), torch.device("cpu"), lambda *_: (_TRIAL_TRANSPORT, "trial"))
 
 
 def try_operators(graph: Graph, sharding: Sharding, precision: str, local_statistics: tuple[str, ...] = ()) -> TrialResult:
@@ -92,7 +92,7 @@ def try_operators(graph: Graph, sharding: Sharding, precision: str, local_statis
     if not sharding.sizes and not one.product_dtype:
         return TrialResult()
     mesh = Mesh(tuple(sharding.sizes.items()))
-    trial = _Trial(graph, sharding, one)
+    trial = _OperatorTrial(graph, sharding, one)
     failure = None
     with fake_mode(), silence_fake_tensor_log():
         for rank in _ranks_to_try(mesh):
@@ -105,7 +105,7 @@ def try_operators(graph: Graph, sharding: Sharding, precision: str, local_statis
                 local_statistics=local_statistics,
                 precision=one,
             )
-            failure = failure or trial.run(lowering)
+            failure = failure or trial.try_rank(lowering)
     return TrialResult(failure, frozenset(trial.promoted))
 
 
@@ -119,7 +119,7 @@ def _ranks_to_try(mesh: Mesh) -> list[int]:
 
 
 @dataclass
-class _Trial:
+class _OperatorTrial:
     graph: Graph
     sharding: Sharding
     precision: Precision
@@ -131,7 +131,7 @@ class _Trial:
         self.needs_gradient = values_needing_gradient(self.graph)
         self.ragged = {value for value, _ in expert_rows(self.graph)}
 
-    def run(self, lowering: Lowering) -> OperatorFailure | None:
+    def try_rank(self, lowering: Lowering) -> OperatorFailure | None:
         """Try all operators of the rank of `lowering`; return the first failure."""
         dtypes = {value: getattr(torch, t.dtype) for value, t in self.graph.tensors.items()}
         narrow = bool(self.precision.product_dtype)
@@ -177,7 +177,7 @@ class _Trial:
     def _run(self, lowering: Lowering, op: Operator, call: _ShardedCall) -> tuple[torch.dtype, ...]:
         """Run an operator on a rank's shards, forward and backward; return the dtypes of its outputs. Raises what torch raises."""
         inputs = [
-            _empty(shape, dtype, lowering.device, v in self.needs_gradient)
+            _make_empty_tensor(shape, dtype, lowering.device, v in self.needs_gradient)
             for v, shape, dtype in zip(op.inputs, call.input_shapes, call.input_dtypes, strict=True)
         ]
         nodes = Nodes()
@@ -197,7 +197,7 @@ class _Trial:
         """Return whether the operator runs as it was traced, on tensors without data; otherwise a failure says nothing."""
         tensors = self.graph.tensors
         cpu = torch.device("cpu")
-        inputs = [_empty(tensors[v].shape, getattr(torch, tensors[v].dtype), cpu, v in self.needs_gradient) for v in op.inputs]
+        inputs = [_make_empty_tensor(tensors[v].shape, getattr(torch, tensors[v].dtype), cpu, v in self.needs_gradient) for v in op.inputs]
         values = iter(inputs)
         args = [lower_argument(a, values, cpu) for a in op.args]
         kwargs = {k: lower_argument(a, values, cpu) for k, a in op.kwargs}
@@ -294,7 +294,7 @@ def _run_backward(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> None:
         torch.autograd.grad(roots, leaves, [torch.ones_like(x) for x in roots], allow_unused=True)
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
+def _make_empty_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
     return torch.empty(
         tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad and (dtype.is_floating_point or dtype.is_complex)
     )

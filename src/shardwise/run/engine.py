@@ -306,7 +306,7 @@ class Engine(CheckpointMixin):
                 "servers=0, or batches from which every parameter learns"
             )
         self._has_skipped = self._has_skipped or bool(skipped)
-        self._optimizer.skip(skipped)
+        self._optimizer.skip_parameters(skipped)
 
     def _run_parts(
         self,

@@ -84,13 +84,13 @@ class _Layers(nn.Module):
 
 def test_equal_layers_and_ranks_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, calls = _graph(_Layers, torch.randn(16, 8)), []
-    run = trial._Trial._run
+    run = trial._OperatorTrial._run
 
-    def counted(self: trial._Trial, *args: object) -> object:
+    def counted(self: trial._OperatorTrial, *args: object) -> object:
         calls.append(args)
         return run(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trial._Trial, "_run", counted)
+    monkeypatch.setattr(trial._OperatorTrial, "_run", counted)
     assert try_operators(graph, propagate(graph, {"data": 16}), "float32").failure is None
     assert 0 < len(calls) <= 8  # 12 layers of 16 ranks have 4 different operators
 

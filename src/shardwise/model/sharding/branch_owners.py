@@ -104,7 +104,7 @@ class _RegionCandidate:
     @classmethod
     def of(cls, problem: AxisProblem, chosen: Mapping[str, OperatorStrategy], region: BranchRegion) -> _RegionCandidate:
         operators = problem.graph.operators
-        region = region.joined(problem.statistics_buffers, problem.graph)
+        region = region.join_branches(problem.statistics_buffers, problem.graph)
         leaves, why, at = _region_borders(problem, chosen, region)
         while why and operators[at].name not in problem.products and (smaller := region.without(at, problem.graph)) is not None:
             region = smaller  # operators other than products may as well run on all ranks

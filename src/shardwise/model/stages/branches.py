@@ -33,7 +33,7 @@ class BranchRegion:
     def operators(self) -> frozenset[int]:
         return frozenset(i for branch in self.branches for i in branch)
 
-    def joined(self, values: AbstractSet[str], graph: Graph) -> BranchRegion:
+    def join_branches(self, values: AbstractSet[str], graph: Graph) -> BranchRegion:
         """Return the region with those branches as one that read the same of `values`: statistics, which one rank must write in order."""
         branches: list[tuple[set[str], list[int]]] = []
         for branch in self.branches:

@@ -45,17 +45,17 @@ def shard_runnable(graph: Graph, layout: Layout, shard: Callable[[Labels], Shard
         except LayoutError:
             break
     assert failure is not None
-    raise _refusal(failure, sharding, layout)
+    raise _refusal_of(failure, sharding, layout)
 
 
 def check_runnable(graph: Graph, sharding: Sharding, layout: Layout) -> None:
     """Raise Infeasible if an operator fails on its shards of another number of samples."""
     failure = try_operators(graph, sharding, layout.precision, layout.local_statistics_axes).failure
     if failure is not None:
-        raise Infeasible(f"with microbatches of {graph.batch_size} samples {_refusal(failure, sharding, layout)}")
+        raise Infeasible(f"with microbatches of {graph.batch_size} samples {_refusal_of(failure, sharding, layout)}")
 
 
-def _refusal(failure: OperatorFailure, sharding: Sharding, layout: Layout) -> LayoutError | ModelError:
+def _refusal_of(failure: OperatorFailure, sharding: Sharding, layout: Layout) -> LayoutError | ModelError:
     shapes = ", ".join(str(list(shape)) for shape in failure.shapes)
     if not failure.axes:
         return ModelError(

@@ -281,13 +281,13 @@ def shard_graph(plan: Plan, graph: Graph, prices: Prices | None = None) -> Shard
     samples_per_rank = priced_num_samples(-(-plan.batch_size // (layout.data * layout.microbatches)))
     prices = prices or Prices(samples=samples_per_rank * layout.data)
 
-    def shard(labels: Mapping[str, Mapping[str, str]]) -> Sharding:
+    def shard_with_labels(labels: Mapping[str, Mapping[str, str]]) -> Sharding:
         found = propagate(
             graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, labels=labels or None, attention=layout.attention
         )
         return resize_sample_shards(found, graph, sample_shares(layout)) if layout.shares else found
 
-    return shard_runnable(graph, layout, shard)
+    return shard_runnable(graph, layout, shard_with_labels)
 
 
 def sample_folds(

@@ -143,7 +143,7 @@ def traits_of(spec: OptimizerSpec) -> OptimizerTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _UpdatedSegment:
     """A part of a flat tensor that is updated by itself; `name`: of its parameter, which some steps skip."""
 
     start: int
@@ -194,7 +194,7 @@ class Optimizer:
                 state |= {name: torch.zeros((), dtype=torch.float32, device=p.device) for name in spec.scalars}
             self.inner.state[p] = state
         self.counters |= {f"optimizer.{name}": self.inner.state[p][name] for p in self._placeholder for name in spec.scalars}
-        self._segments: dict[Tensor, list[_Segment]] = {}
+        self._segments: dict[Tensor, list[_UpdatedSegment]] = {}
         self._skipped: frozenset[str] = frozenset()
         self._split_names: frozenset[str] = frozenset()
         self._initialized: set[Tensor] = set()
@@ -280,7 +280,7 @@ class Optimizer:
                 for (source, _), (target, _) in zip(device_pairs, updated_pairs, strict=True):
                     target.copy_(source)
 
-    def skip(self, names: frozenset[str]) -> None:
+    def skip_parameters(self, names: frozenset[str]) -> None:
         """Leave these parameters, and their state, alone in the next steps: they have no gradient, as torch's optimizers do.
 
         Not modelled: a checkpoint has one count of steps for all parameters, so that AdamW's bias correction of skipped ones is that of all
@@ -296,7 +296,7 @@ class Optimizer:
 
     def _split(self, p: Tensor, bounds: Sequence[tuple[int, int, str]]) -> None:
         """Update a flat tensor in segments, each with a state of its own: views of the tensor's, and counts."""
-        before = self._segments.get(p) or [_Segment(0, "", p)]
+        before = self._segments.get(p) or [_UpdatedSegment(0, "", p)]
         if not any(name for _, _, name in bounds):
             return
         segments = []
@@ -313,7 +313,7 @@ class Optimizer:
                 }
             if source.tensor in self._initialized:
                 self._initialized.add(segment)
-            segments.append(_Segment(start, name, segment))
+            segments.append(_UpdatedSegment(start, name, segment))
         replaced = {id(one.tensor) for one in before}
         (entry, *_) = (entry for entry in self.inner.param_groups if id(entry["params"][0]) in replaced)
         others = [entry for entry in self.inner.param_groups if id(entry["params"][0]) not in replaced]
@@ -323,7 +323,7 @@ class Optimizer:
     def _set_gradients(self) -> None:
         for pairs in self._updated:
             for p, g in pairs:
-                for one in self._segments.get(p) or [_Segment(0, "", p)]:
+                for one in self._segments.get(p) or [_UpdatedSegment(0, "", p)]:
                     is_skipped = bool(one.name) and one.name in self._skipped
                     one.tensor.grad = None if is_skipped else g.narrow(0, one.start, one.tensor.numel())
 
