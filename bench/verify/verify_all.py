@@ -18,15 +18,17 @@ import random
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from bench.verify.outside_models import MODELS
 from shardwise.plan.layout import Layout
 from shardwise.zoo.names import published_sizes
-from tests.support.verified_models import LIMIT_S, TOLERANCE, Row, Subject, layouts, random_layouts, run_case
+from tests.support.verified_models import LIMIT_S, OTHER_AXES, TOLERANCE, Row, Subject, layouts, random_layouts, run_case
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +47,11 @@ def odd_models() -> list[str]:
         return []
     factories = re.findall(r"^def ([a-z]\w*)\(\) -> Any:", file.read_text(encoding="utf-8"), re.MULTILINE)
     return [f"tests/support/odd_models.py:{name}" for name in factories]
+
+
+def outside_models() -> list[str]:
+    """Models that are none of the zoo's nor of the tests'."""
+    return [f"bench/verify/outside_models.py:{name}" for name in MODELS]
 
 
 def merged(files: Sequence[str]) -> list[Row]:
@@ -119,8 +126,17 @@ def document(rows: Sequence[Row]) -> str:
             f"| {name} | {len(good)} | {max((r.error for r in good), default=0.0):.1e} | {sum(r.status == 'refused' for r in mine)} | "
             f"{sum(r.status in ('differs', 'failed') for r in mine)} | {', '.join(whole[:4])}{' ...' if len(whole) > 4 else ''} |"
         )
+    lines += refusals(rows)
     lines += ["", "Every case: [data/verify.csv](data/verify.csv)."]
     return "\n".join(lines) + "\n"
+
+
+def refusals(rows: Sequence[Row]) -> list[str]:
+    """Return the table of what layouts were refused for, most frequent first; names and numbers left out."""
+    reasons = Counter(re.sub(r"[\w./:]*[/\d_][\w./:]*", "..", _line(row.note))[:110] for row in rows if row.status == "refused")
+    return (
+        ["", "| refused by | cases |", "|---|---|", *(f"| {why} | {count} |" for why, count in reasons.most_common(40))] if reasons else []
+    )
 
 
 def cases_csv(rows: Sequence[Row]) -> str:
@@ -150,6 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--axes", action="store_true", help="each axis that a model admits: makes docs/coverage.md")
     parser.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, as 1,2,4")
     parser.add_argument("--choices", choices=("plain", "mixed", "grids", "all"), default="all", help="plain layouts, mixed, grids, or all")
+    parser.add_argument("--outside", action="store_true", help="models that are none of the zoo's; --random N: N pairs of all of them")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random layouts of each model instead")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random layouts")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
@@ -163,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     counts = [int(word) for word in given.ranks.split(",")]
-    known = models()
+    known = outside_models() if given.outside else models()
     names = [n for n in known if not given.models or any(word in n for word in given.models)] or list(given.models)
     began = time.perf_counter()
 
@@ -186,7 +203,8 @@ def main(arguments: Sequence[str]) -> int:
 
     def cases(size: int) -> Iterable[tuple[Layout, str]]:
         if given.random:
-            return random_layouts(counts, size, given.random, rng)
+            number = max(1, -(-given.random // len(names))) if given.outside else given.random
+            return random_layouts(counts, size, number, rng, OTHER_AXES if given.outside else ())
         return list(layouts(counts, size, given.choices))[:: given.every]
 
     rows = merged(given.merge) if given.merge else run(names, cases, given.limit, tell, given.device)

@@ -124,8 +124,14 @@ def layouts(counts: Sequence[int], size: int, which: str) -> Iterator[tuple[Layo
             turn += 1
 
 
-def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Random) -> Iterator[tuple[Layout, str]]:
-    """`number` (layout, eager), every key drawn by itself: what nobody thought of putting together."""
+OTHER_AXES = ("tensor", "tensor", "spatial", "branch", "context", "expert", "channel")
+
+
+def random_layouts(
+    counts: Sequence[int], size: int, number: int, rng: random.Random, axes: Sequence[str] = ()
+) -> Iterator[tuple[Layout, str]]:
+    """`number` (layout, eager), every key drawn by itself: what nobody thought of putting together. `axes`: of which one takes the place of
+    tensor."""
     made = 0
     while made < number:
         data, tensor, pipeline = rng.choice(list(factorisations(rng.choice(list(counts)))))
@@ -149,6 +155,9 @@ def random_layouts(counts: Sequence[int], size: int, number: int, rng: random.Ra
                 sample_parallel=rng.choice(["off", "on"]) if tensor > 1 else "off",
                 segment=rng.choice([1, 1, 1, 2]),
             )  # fmt: skip
+            if axes and tensor > 1 and (axis := rng.choice(axes)) != "tensor":
+                ranks: Any = str(tensor) if axis == "spatial" else tensor
+                layout = replace(layout, tensor=1, grid="", sequence_parallel="off", sample_parallel="off", **{axis: ranks})
         except LayoutError:
             continue  # words that do not go together
         made += 1

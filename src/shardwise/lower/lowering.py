@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +28,7 @@ from shardwise.plan.ir.axis import axis_of
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, Placement, R, across_stages, shard
 from shardwise.plan.ir.precision import PRECISIONS, Precision
-from shardwise.world.world import Group, World
+from shardwise.world.world import Group
 
 Variant = tuple[Placement, ...]  # a value's placement along every axis, in the order of `Lowering.axes`
 
@@ -183,7 +183,15 @@ def wait_for_constant(arrival: PendingConstants, x: Tensor) -> Tensor:
     return x
 
 
-def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: World) -> dict[str, Group]:
+class RankGroups(Protocol):
+    """A rank, and its groups."""
+
+    @property
+    def rank(self) -> int: ...
+    def group(self, ranks: tuple[int, ...]) -> Group: ...
+
+
+def groups_of(graph: Graph, sharding: Sharding, mesh: Mesh, world: RankGroups) -> dict[str, Group]:
     """Return this rank's group of each axis by name; also those that `inner_group_name` and `outer_group_name` name."""
     groups = {}
     for axis in sharding.sizes:

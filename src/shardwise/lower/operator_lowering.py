@@ -6,9 +6,10 @@ kernels of sharded labels, means, biases added after a reduction, views, and at 
 
 from __future__ import annotations
 
+import operator as python_operator
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from math import prod
 from typing import Any
 
@@ -46,6 +47,7 @@ def lower_operator(call: OperatorCall, writes_buffer: bool) -> fx.Node:
     """Return the node of the operator's output. `writes`: it updates a buffer in place."""
     if call.op.function is not None:
         return _lower_user_function(call, call.op.function)
+    _promote_operands(call)
     if writes_buffer:
         return call.nodes.add(bind_named(write_buffer, call.torch_operator, call.lowering.draw_state), tuple(call.args), call.kwargs)
     candidates = (
@@ -62,6 +64,22 @@ def lower_operator(call: OperatorCall, writes_buffer: bool) -> fx.Node:
         if node is not None:
             return node
     return call.call_operator()
+
+
+def _promote_operands(call: OperatorCall) -> None:
+    """Cast floating-point operands to the widest of their dtypes, as autocast does with operators that take one dtype only."""
+    nodes = [i for i, a in enumerate(call.args) if isinstance(a, fx.Node)]
+    if call.op.name in call.lowering.sharding.promoted and len(nodes) > 1:
+        together = call.add_call(cast_to_widest, *(call.args[i] for i in nodes))
+        for k, i in enumerate(nodes):
+            call.args[i] = call.add_call(python_operator.getitem, together, k)
+
+
+def cast_to_widest(*operands: Tensor) -> list[Tensor]:
+    """Return the operands, those of floating-point numbers in the widest of their dtypes."""
+    dtypes = [x.dtype for x in operands if x.is_floating_point()]
+    widest = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    return [x.to(widest) if x.is_floating_point() else x for x in operands]
 
 
 def _lower_user_function(call: OperatorCall, captured: Function) -> fx.Node:

@@ -6,6 +6,7 @@ In: a plan, a model, a batch, a loss. Out: losses, gradients, updated parameters
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from shardwise.capture.capture import Loss
 from shardwise.capture.modes import evaluation_modes, in_modes
 from shardwise.capture.nesting import BatchSignature, batch_size_of, count_samples, tensors_of
 from shardwise.errors import Infeasible, UsageError
+from shardwise.model.batch.additive import describe_microbatch_couplings
 from shardwise.model.work import model_flops
 from shardwise.plan.ir.axis import DATA, PIPELINE, sample_axes
 from shardwise.plan.ir.compression import Compression
@@ -31,6 +33,7 @@ from shardwise.run.gradients.error_feedback import ErrorFeedbackState
 from shardwise.run.gradients.gradient_reducer import GradientReducer
 from shardwise.run.gradients.parameter_servers import ParameterServers, ServerState
 from shardwise.run.gradients.stale_updates import StaleUpdates
+from shardwise.run.parts.microbatch_variants import explain_coupled_microbatches
 from shardwise.run.parts.rows import BatchRows, StageReplica
 from shardwise.run.publish import Address, publish_weights
 from shardwise.run.rank_agreement import check_batch_agrees
@@ -68,6 +71,7 @@ class Engine(CheckpointMixin):
     """Trains one rank's shard of a model under a plan. Every rank builds one and calls the same methods in the same order."""
 
     _judge: StepCheck | None = None
+    _has_skipped = False  # whether a step left parameters alone
 
     def __init__(
         self,
@@ -95,6 +99,8 @@ class Engine(CheckpointMixin):
         source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
         request = BuildRequest(plan, source, batch, loss, world, self.optimizer_spec, torch.initial_seed() if seed is None else seed)
         self.rank_model = build_replicated(request) if plan.uncaptured else build_rank_model(request)
+        if world.rank == 0 and plan.layout.microbatches > 1 and (words := describe_microbatch_couplings(self.rank_model.couplings)):
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
         self.mesh = plan.layout.mesh_of(world.rank)
         sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.stage_axes)))  # ranks with different samples
         self.data_index, self.data_size, self._sample_group = self.mesh.index_along(world.rank, cut), len(sharing), world.group(sharing)
@@ -265,6 +271,7 @@ class Engine(CheckpointMixin):
     ) -> RunResult:
         parts = self._step_parts(batch, is_global_batch, samples, trains=True)
         self._loss_divisor = parts[0][1].divisor
+        self._skip_untrained([capture for capture, _ in parts])
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
@@ -293,6 +300,20 @@ class Engine(CheckpointMixin):
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
         return result
 
+    def _skip_untrained(self, captures: Sequence[RunnableCapture]) -> None:
+        """Let the optimizer leave alone what no capture of this step trains, as torch's does with a parameter without a gradient."""
+        if all(capture is self._captures.training_capture for capture in captures) and not self._has_skipped:
+            return
+        trained = frozenset[str]().union(*(capture.rank_model.trained_names for capture in captures))
+        skipped = self.rank_model.trained_names - trained
+        if skipped and self._stale is not None:
+            raise Infeasible(
+                f"a batch of this form does not train {min(skipped)}, and late updates move it all the same; use staleness=0 and "
+                "servers=0, or batches from which every parameter learns"
+            )
+        self._has_skipped = self._has_skipped or bool(skipped)
+        self._optimizer.skip_parameters(skipped)
+
     def _run_parts(
         self,
         parts: Sequence[tuple[RunnableCapture, StepInputs]],
@@ -310,15 +331,16 @@ class Engine(CheckpointMixin):
             run, done, after = self.resumption.begin(
                 inputs.executor, self.step_index, train and len(parts) == 1 and not wants_input_gradients
             )
-            latest = run.run(
-                inputs.inputs,
-                is_training=train,
-                record=record,
-                wants_input_gradients=wants_input_gradients,
-                is_last_program=ends,
-                run_after=after,
-                result=done,
-            )
+            with explain_coupled_microbatches(self.plan.layout, capture.rank_model.couplings):
+                latest = run.run(
+                    inputs.inputs,
+                    is_training=train,
+                    record=record,
+                    wants_input_gradients=wants_input_gradients,
+                    is_last_program=ends,
+                    run_after=after,
+                    result=done,
+                )
             latest.loss_summand = (0.0 if result.loss_summand is None else result.loss_summand) + capture.loss_summand(latest)
             spans = (span._replace(start_s=span.start_s + start_s, end_s=span.end_s + start_s) for span in latest.spans)
             latest.spans = [*result.spans, *spans]

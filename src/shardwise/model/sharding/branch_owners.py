@@ -104,10 +104,13 @@ class _RegionCandidate:
     @classmethod
     def of(cls, problem: AxisProblem, chosen: Mapping[str, OperatorStrategy], region: BranchRegion) -> _RegionCandidate:
         operators = problem.graph.operators
+        region = region.join_branches(problem.statistics_buffers, problem.graph)
         leaves, why, at = _region_borders(problem, chosen, region)
         while why and operators[at].name not in problem.products and (smaller := region.without(at, problem.graph)) is not None:
             region = smaller  # operators other than products may as well run on all ranks
             leaves, why, at = _region_borders(problem, chosen, region)
+        if len(region.branches) == 1:
+            why = f"{operators[region.branches[0][0]].site} and the others write the same running statistics, in order"
         work = tuple(sum(problem.compute_s(operators[i]) for i in branch) for branch in region.branches)
         return cls(problem, region, work, leaves, why)
 

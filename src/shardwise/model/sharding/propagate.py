@@ -101,7 +101,7 @@ def propagate(
         fixed_shards = FixedShards({} if row.owns_operators else cuts, (labels or {}).get(axis, {}), attention_kind(attention))
         other_axes = _other_axes(decided, sizes, order, axis, planned, samples)
         problem = AxisProblem(graph, axis, sizes[axis], price, fixed_shards, other_axes, sequence=sequence, samples=samples)
-        _check_axis(problem)
+        _check_axis(problem, sizes)
         chosen, variable_placements = (
             _solve_first_axis(problem) if axis == order[0] and not labels and not row.shards_weights else solve_axis(problem)
         )
@@ -152,7 +152,7 @@ def _other_axes(
     return OtherAxes(taken, nested_shards, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in earlier), replicas, reshards)
 
 
-def _check_axis(problem: AxisProblem) -> None:
+def _check_axis(problem: AxisProblem, sizes: Mapping[str, int]) -> None:
     """Refuse a planned dimension that another axis shards already, and an axis of positions or channels that the model does not have."""
     fixed = problem.planned_dims if problem.axis_record.shards_weights and problem.planned_dims else {}
     for v in (*problem.graph.parameters, *problem.graph.buffers):
@@ -168,7 +168,7 @@ def _check_axis(problem: AxisProblem) -> None:
             row.shards & kinds and problem.can_shard(*place) for place, kinds in problem.image_positions.items()
         )
     if not cuts:
-        raise LayoutError(f"{explain_unshardable(row, n)}; leave it out, or use fewer ranks")
+        raise LayoutError(f"{explain_unshardable(row, n, sizes)}; leave it out, or use fewer ranks")
     if row.shards_sequences and problem.attention in (RING, ULYSSES_RING) and not can_use_ring_attention(problem.rules):
         raise LayoutError(
             f"{row.name}={n} attention={problem.attention} passes keys round where attention is one operator "

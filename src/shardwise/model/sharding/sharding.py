@@ -103,6 +103,7 @@ class Sharding:
     replicated_sites: tuple[str, ...]  # sites of operators that have no rule
     shards: Mapping[str, Shards] = field(default_factory=dict)  # by axis; of one that owns operators, (name, owner)
     regions: tuple[BranchOwners, ...] = ()
+    promoted: frozenset[str] = frozenset()  # operators that take operands of one dtype only, which autocast may give several
     attention: str = AUTO  # context parallelism: how ranks attend to each other's positions (`shardwise.plan.ir.axis`)
 
     def local_shape(

@@ -11,6 +11,7 @@ Not modeled: branches that share an operator with products; a region whose branc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from shardwise.model.dataflow import cached_on_graph, propagate_forward, reachable_elements
@@ -31,6 +32,16 @@ class BranchRegion:
     @property
     def operators(self) -> frozenset[int]:
         return frozenset(i for branch in self.branches for i in branch)
+
+    def join_branches(self, values: AbstractSet[str], graph: Graph) -> BranchRegion:
+        """Return the region with those branches as one that read the same of `values`: statistics, which one rank must write in order."""
+        branches: list[tuple[set[str], list[int]]] = []
+        for branch in self.branches:
+            read = {v for i in branch for v in graph.operators[i].inputs if v in values}
+            same = [entry for entry in branches if entry[0] & read]
+            branches = [entry for entry in branches if not entry[0] & read]
+            branches.append((read.union(*(r for r, _ in same)), [*(i for _, numbers in same for i in numbers), *branch]))
+        return BranchRegion(tuple(sorted(tuple(sorted(numbers)) for _, numbers in branches)))
 
     def without(self, number: int, graph: Graph) -> BranchRegion | None:
         """Return the region without an operator at its border; None where it is inside."""

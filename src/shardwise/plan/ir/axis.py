@@ -7,7 +7,7 @@ it is); positions of a sequence. `shardwise.model.dims.labels` assigns a kind to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -106,7 +106,22 @@ def sample_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXIS_TABLE if axis in sharding)
 
 
-def explain_unshardable(row: Axis, n: int) -> str:
+def layout_word(axis: str, sizes: Mapping[str, int]) -> str:
+    """Return the word of a layout that gives an axis its ranks, as users write it; `sizes`: of all mesh axes.
+
+    >>> layout_word("height", {"height": 2, "width": 2}), layout_word("width", {"width": 2}), layout_word("rows", {"rows": 2, "columns": 4})
+    ('spatial=2x2', 'spatial=1x2', 'tensor=2x4')
+    """
+    names = POSITIONS if axis in POSITIONS else GRID_AXES if axis in GRID_AXES else ()
+    if not names:
+        return f"{axis}={sizes[axis]}"
+    present = [i for i, name in enumerate(names) if name in sizes]
+    used = names[present[0] :] if names is POSITIONS else names[: present[-1] + 1]
+    used = used if len(used) > 1 else names[-2:]
+    return f"{'spatial' if names is POSITIONS else TENSOR}={'x'.join(str(sizes.get(name, 1)) for name in used)}"
+
+
+def explain_unshardable(row: Axis, n: int, sizes: Mapping[str, int] | None = None) -> str:
     """Explain that an axis of positions or channels cannot have so many ranks, in a model that has none such.
 
     >>> explain_unshardable(axis_of("context"), 4)
@@ -117,7 +132,8 @@ def explain_unshardable(row: Axis, n: int) -> str:
     if row.shards_channels:
         return f"{row.name}={n} shares channels of images, and no convolution of this model has {n} channels or more"
     along = "any of its dimensions" if OUTERMOST in row.shards else " or ".join(f"its {kind}" for kind in POSITIONS if kind in row.shards)
-    return f"{row.name}={n} shares images, and no window of this model slides along {along} where that has {n} entries or more"
+    word = layout_word(row.name, sizes or {row.name: n})
+    return f"{word} shares images, and no window of this model slides along {along} where that has {n} entries or more"
 
 
 def attention_kind(word: str) -> str:

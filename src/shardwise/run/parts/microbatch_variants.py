@@ -8,14 +8,16 @@ Not supported: a model that computes something else with another number of sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from torch import Tensor
 
-from shardwise.errors import Infeasible
+from shardwise.errors import Infeasible, ModelError, ShardwiseError
 from shardwise.lower.local import LocalStage, Lowering, lower
+from shardwise.model.batch.additive import SampleCoupling, describe_couplings
 from shardwise.model.batch.summable_loss import SummableLossGraph
 from shardwise.model.dims.expert_rows import expert_rows
 from shardwise.model.graph import Graph, Operator
@@ -25,6 +27,7 @@ from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.placement import is_shard
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
+from shardwise.run.parts.runnable_sharding import check_runnable
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,18 @@ def lower_variant(
     return MicrobatchVariant(loss_graph, lowered, constants, shardings, sharding)
 
 
+@contextmanager
+def explain_coupled_microbatches(layout: Layout, couplings: Sequence[SampleCoupling]) -> Iterator[None]:
+    """Name the operators that read other samples' values where a microbatch of a coupled model raises: what they index is elsewhere."""
+    try:
+        yield
+    except (IndexError, ValueError, RuntimeError) as error:
+        if layout.microbatches == 1 or not couplings or isinstance(error, ShardwiseError):
+            raise
+        why, where = " ".join(str(error).split())[:200], describe_couplings(couplings)
+        raise ModelError(f"a microbatch cannot compute what the whole batch does ({why}): {where}; use microbatches=1") from error
+
+
 def resize_shardings(shardings: Sequence[Sharding], base: Graph, graph: Graph, layout: Layout) -> tuple[Sharding, ...]:
     """Return the shardings of `base` on `graph`, which has another number of samples.
 
@@ -75,6 +90,7 @@ def resize_shardings(shardings: Sequence[Sharding], base: Graph, graph: Graph, l
     resized = {id(sharding): resize_sample_shards(sharding, graph, sample_shares(layout)) for sharding in shardings}
     for sharding in resized.values():
         check_divisible(sharding, graph)
+        check_runnable(graph, sharding, layout)
     return tuple(resized[id(sharding)] for sharding in shardings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from shardwise.lower.lowering import PendingConstants
 from shardwise.model.batch.additive import SampleCoupling
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.batch.summable_loss import SummableLossGraph
+from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph, Variable
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.stages.stages import Stage, stage_links
@@ -63,6 +65,12 @@ class RankModel:
         """The only stage of a plan without a pipeline."""
         (local,) = self.lowered.values()
         return local
+
+    @cached_property
+    def trained_names(self) -> frozenset[str]:
+        """Names of the parameters that have a gradient, on any rank."""
+        trained = parameters_with_gradient(self.graph)
+        return frozenset(v.name for v in self.graph.parameters if v.value in trained)
 
     def stored_placements(self, v: Variable) -> Mapping[str, Placement]:
         """Return the stored placement of a parameter or buffer on every axis."""

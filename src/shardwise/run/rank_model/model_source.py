@@ -39,6 +39,7 @@ from shardwise.plan.ir.patterns import expand_shards
 from shardwise.plan.plan import Plan
 from shardwise.run.parts.local_blocks import InitialValues
 from shardwise.run.parts.microbatch_variants import sample_shares
+from shardwise.run.parts.runnable_sharding import shard_runnable
 from shardwise.run.state.precision import DTYPES
 
 
@@ -279,8 +280,14 @@ def shard_graph(plan: Plan, graph: Graph, prices: Prices | None = None) -> Shard
     sequence, samples = layout.sequence_parallel == "on", layout.sample_parallel == "on"
     samples_per_rank = priced_num_samples(-(-plan.batch_size // (layout.data * layout.microbatches)))
     prices = prices or Prices(samples=samples_per_rank * layout.data)
-    sharding = propagate(graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, attention=layout.attention)
-    return resize_sample_shards(sharding, graph, sample_shares(layout)) if layout.shares else sharding
+
+    def shard_with_labels(labels: Mapping[str, Mapping[str, str]]) -> Sharding:
+        found = propagate(
+            graph, sizes, cuts, prices=prices, sequence=sequence, samples=samples, labels=labels or None, attention=layout.attention
+        )
+        return resize_sample_shards(found, graph, sample_shares(layout)) if layout.shares else found
+
+    return shard_runnable(graph, layout, shard_with_labels)
 
 
 def sample_folds(

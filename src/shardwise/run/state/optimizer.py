@@ -142,6 +142,15 @@ def traits_of(spec: OptimizerSpec) -> OptimizerTraits:
     return measure_traits(spec.name, spec.build)
 
 
+@dataclass(frozen=True, slots=True)
+class _UpdatedSegment:
+    """A part of a flat tensor that is updated by itself; `name`: of its parameter, which some steps skip."""
+
+    start: int
+    name: str
+    tensor: Tensor
+
+
 class Optimizer:
     """Updates flat groups in place, in full or (ZeRO) this rank's shard of every bucket.
 
@@ -185,6 +194,10 @@ class Optimizer:
                 state |= {name: torch.zeros((), dtype=torch.float32, device=p.device) for name in spec.scalars}
             self.inner.state[p] = state
         self.counters |= {f"optimizer.{name}": self.inner.state[p][name] for p in self._placeholder for name in spec.scalars}
+        self._segments: dict[Tensor, list[_UpdatedSegment]] = {}
+        self._skipped: frozenset[str] = frozenset()
+        self._split_names: frozenset[str] = frozenset()
+        self._initialized: set[Tensor] = set()
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of the parameters and gradients of this rank's shards of a group."""
@@ -267,6 +280,53 @@ class Optimizer:
                 for (source, _), (target, _) in zip(device_pairs, updated_pairs, strict=True):
                     target.copy_(source)
 
+    def skip_parameters(self, names: frozenset[str]) -> None:
+        """Leave these parameters, and their state, alone in the next steps: they have no gradient, as torch's optimizers do.
+
+        Not modelled: a checkpoint has one count of steps for all parameters, so that AdamW's bias correction of skipped ones is that of all
+        after a resumption.
+        """
+        self._skipped = names
+        if names <= self._split_names:
+            return
+        self._split_names |= names
+        for number, pairs in enumerate(self._updated):
+            for (p, _), (start, _, length) in zip(pairs, self.shard_ranges(number), strict=True):
+                self._split(p, _segment_bounds(self._groups[number], start, length, self._split_names))
+
+    def _split(self, p: Tensor, bounds: Sequence[tuple[int, int, str]]) -> None:
+        """Update a flat tensor in segments, each with a state of its own: views of the tensor's, and counts."""
+        before = self._segments.get(p) or [_UpdatedSegment(0, "", p)]
+        if not any(name for _, _, name in bounds):
+            return
+        segments = []
+        for start, length, name in bounds:
+            source = next(one for one in reversed(before) if one.start <= start)
+            segment, whole = p.narrow(0, start, length), self.inner.state[p]
+            views = {slot: whole[slot].narrow(0, start, length) for slot in self.spec.slots}
+            counts = {key: x.clone() for key, x in self.inner.state[source.tensor].items() if key not in views}
+            self.inner.state[segment] = {**views, **counts}
+            if p in self._initial_state:
+                self._initial_state[segment] = {
+                    key: x.narrow(0, start, length) if isinstance(x, Tensor) and x.shape == p.shape else x
+                    for key, x in self._initial_state[p].items()
+                }
+            if source.tensor in self._initialized:
+                self._initialized.add(segment)
+            segments.append(_UpdatedSegment(start, name, segment))
+        replaced = {id(one.tensor) for one in before}
+        (entry, *_) = (entry for entry in self.inner.param_groups if id(entry["params"][0]) in replaced)
+        others = [entry for entry in self.inner.param_groups if id(entry["params"][0]) not in replaced]
+        self.inner.param_groups[:] = [*others, *({**entry, "params": [one.tensor]} for one in segments)]
+        self._segments[p] = segments
+
+    def _set_gradients(self) -> None:
+        for pairs in self._updated:
+            for p, g in pairs:
+                for one in self._segments.get(p) or [_UpdatedSegment(0, "", p)]:
+                    is_skipped = bool(one.name) and one.name in self._skipped
+                    one.tensor.grad = None if is_skipped else g.narrow(0, one.start, one.tensor.numel())
+
     def step(self, lr: float | None = None) -> float | None:
         """Clip, update, and (ZeRO-1 and 2) all-gather the parameters. Returns the global gradient norm if clipping is on.
 
@@ -286,9 +346,7 @@ class Optimizer:
         for entry in self.inner.param_groups:
             if lr is not None:
                 entry["lr"] = lr
-        for pairs in self._updated:
-            for p, g in pairs:
-                p.grad = g
+        self._set_gradients()
         self._update()
         self._distribute_weights()
         return norm
@@ -296,17 +354,18 @@ class Optimizer:
     def _update(self) -> None:
         for p in self._placeholder:
             p.grad = torch.zeros_like(p)
-        is_first = any(not count for count in self.update_counts)
-        allocated = dict(self.inner.state)
-        if is_first:
-            for p, state in self._initial_state.items():
-                self.inner.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in state.items()}
+        if any(self.update_counts) and not self._initialized:  # a checkpoint was loaded
+            self._initialized.update(self._initial_state)
+        first = [p for p in self._initial_state if p.grad is not None and p not in self._initialized]
+        allocated = {p: self.inner.state[p] for p in first}
+        for p in first:
+            self.inner.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._initial_state[p].items()}
         self.inner.step()
-        if is_first:
-            for p, state in allocated.items():
-                for name, x in state.items():
-                    x.copy_(self.inner.state[p][name])
-                self.inner.state[p] = state
+        for p, state in allocated.items():
+            for name, x in state.items():
+                x.copy_(self.inner.state[p][name])
+            self.inner.state[p] = state
+        self._initialized.update(first)
         for count in self.update_counts:
             count += 1
 
@@ -357,6 +416,19 @@ class Optimizer:
                 for _, g in pairs:
                     g.mul_(scale)
         return norm
+
+
+def _segment_bounds(group: FlatGroup, start: int, length: int, names: frozenset[str]) -> list[tuple[int, int, str]]:
+    """Return (start, length, name) of the segments of a shard of a flat group: one for each of these parameters, "" for those between."""
+    bounds: list[tuple[int, int, str]] = []
+    at = start
+    for member, begin in zip(group.members, group.starts, strict=True):
+        first, last = max(begin, start), min(begin + member.size, start + length)
+        if member.name in names and first < last:
+            bounds += [(at - start, first - at, "")] if first > at else []
+            bounds.append((first - start, last - first, member.name))
+            at = last
+    return [*bounds, (at - start, start + length - at, "")] if at < start + length else bounds
 
 
 def _host_buffer(x: Tensor) -> Tensor:
