@@ -437,7 +437,7 @@ def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:
 
     Args:
         name: `auto` (shared memory where all ranks are on one host, and inside the hosts where they are not), `native`, or an
-            algorithm: `ring`, `tree`, `double_tree`, `recursive_doubling`, `halving_doubling` (also called `butterfly`), `naive`,
+            algorithm: `ring`, `tree`, `double_tree`, `recursive_doubling` (also called `butterfly`), `halving_doubling`, `naive`,
             `parameter_server`, `hierarchical`.
         process_group: as given to DDP; None for torch's default group.
 

@@ -28,7 +28,7 @@ from shardwise.plan.ir.axis import (  # fmt: skip
     sample_axes,
     spatial_ranks,
 )
-from shardwise.plan.ir.choice import AUTO, refuse_all_reduce
+from shardwise.plan.ir.choice import AUTO, SYNONYMS, refuse_all_reduce
 from shardwise.plan.ir.compression import Compression, refuse_compression, refuse_scaled_compression
 from shardwise.plan.ir.custom_schedule import (
     actions_of,
@@ -158,7 +158,9 @@ class Layout:
             )
 
     def _check_words(self) -> None:
-        """Refuse unknown words, and normalise keys that have no effect in this layout."""
+        """Refuse unknown words, and normalise synonyms and keys that have no effect in this layout."""
+        if self.all_reduce in SYNONYMS:
+            object.__setattr__(self, "all_reduce", SYNONYMS[self.all_reduce])
         named = "1f1b" if self.actions else self.schedule
         _raise_if_refused(refuse_words((named, *_choice_values(self))))
         if (self.neighbours == DATA and self.branch == 1) or (self.neighbours == PIPELINE and self.pipeline == 1):

@@ -19,6 +19,7 @@ ALGORITHMS = (
     "parameter_server", "naive", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "hierarchical",
 )  # fmt: skip
 NAMES = (NATIVE, *ALGORITHMS)
+SYNONYMS = {"butterfly": "recursive_doubling"}  # names of the literature: in a butterfly, ranks exchange whole tensors, bit by bit
 # Algorithms that are a reduce-scatter and an all-gather, with the names of these halves, which ZeRO runs separately.
 SCATTER_GATHER_HALVES = {"naive": ("naive", "naive"), "ring": ("ring", "ring"), "halving_doubling": ("halving", "doubling")}
 
