@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Prove or refute a schedule or a collective.
 
-    Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once, every sum each
+    Exit 4 where it is refuted, 2 where its text cannot be read. Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once, every sum each
     rank's summand once. A file that names no transfers gets them first. The verb schedule writes such files with -o.
 
     \b
@@ -48,9 +48,10 @@ def check(
             prove_program(program, rendezvous, written)
             _require_postcondition(program)
         except ProgramError as error:
-            out.answer({"proven": False, "reason": str(error)})
-            out.message(f"refuted: {error}")
-            raise typer.Exit(ProgramError.exit_code) from None
+            reason = f"{file}: {str(error).removeprefix(f'{file.name}: ')}"
+            out.answer({"proven": False, "reason": reason})
+            out.message(f"refuted: {reason}" if error.exit_code == ProgramError.exit_code else reason)
+            raise typer.Exit(error.exit_code) from None
         completed = program != written
         out.text(f"proven: {_describe_program(program, completed)}")
         untrainable = refuse_program(written) if program.num_stages else ""
@@ -66,7 +67,7 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     """Return a file's program completed with transfers, where it names none, and as written; `rendezvous`: sends wait for their receives.
 
     Raises:
-        UsageError: a file that cannot be read. ProgramError: text that is no program.
+        UsageError: a file that cannot be read. ProgramTextError: text that is no program. ProgramError: transfers cannot be added.
     """
     from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
     from shardwise.plan.ir.program import Program
