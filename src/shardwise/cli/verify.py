@@ -84,7 +84,11 @@ def verify(  # noqa: PLR0913
             if results[0].memory:
                 predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=results[0].dtype)).prediction
                 out.table(measured_memory_table(results[0].memory, predicted.memory if predicted else None))
-        out.answer((result if len(results) > 1 else results[0]).record())
+        record = (result if len(results) > 1 else results[0]).record()
+        if undivided := _describe_undivided(layouts, layout is None and plan is None):
+            out.message(f"warning: {undivided}")
+            record = {**record, "warnings": [*result.warnings, undivided]}
+        out.answer(record)
         if not result.ok:
             out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
@@ -108,6 +112,14 @@ def _with_schedule(text: str, schedule: Path | None) -> Layout:
 
     layout = Layout.parse(text)
     return layout if schedule is None else layout.with_schedule(schedule.name, read_actions(schedule))
+
+
+def _describe_undivided(layouts: Sequence[Layout], by_default: bool) -> str:
+    """Say that nothing was divided, where no layout has several ranks; empty where one has."""
+    if any(layout.num_ranks > 1 for layout in layouts):
+        return ""
+    why = "no layout was given" if by_default else "the layout has one rank"
+    return f'{why}, so nothing was divided: one rank ran the whole model beside itself; for example --layout "data=2"'
 
 
 def _check_ranks(layouts: Sequence[Layout], ranks: int | None) -> None:
