@@ -92,9 +92,16 @@ def explain_choices(
             compared_by = compared_keys.setdefault(note, key)
             nearest = f"The nearest: {note}" if compared_by == key else f"The nearest is that of {compared_by}"
             rows.append((key, f"{key}={chosen}: nothing else was priced and fits. {nearest}"))
-    have = cluster.memory_of(layout.num_ranks)
-    rows.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
+    rows.append(("memory", f"{format_bytes(prediction.memory.total)} {_describe_capacity(layout, cluster)}"))
     return tuple(rows)
+
+
+def _describe_capacity(layout: Layout, cluster: Cluster) -> str:
+    """Describe what devices have; in a mixed cluster each kind's own, which a stage on it is held to."""
+    if cluster.parts and layout.pipeline > 1:
+        own = ", ".join(f"{part.name} {format_bytes(part.memory_of(layout.num_ranks))}" for part in cluster.parts)
+        return f"on the fullest device, each held to what it has itself: {own}"
+    return f"of {format_bytes(cluster.memory_of(layout.num_ranks))} on the fullest device"
 
 
 def _explain_segment(
