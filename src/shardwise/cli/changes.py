@@ -15,6 +15,8 @@ from shardwise.cluster.resize import resize_cluster
 from shardwise.errors import Infeasible, LayoutError, UsageError, did_you_mean
 from shardwise.plan.ir.axis import spatial_ranks
 from shardwise.plan.ir.compression import Compression
+from shardwise.plan.ir.choice import AUTO
+from shardwise.plan.ir.custom_collective import collective_text_of
 from shardwise.plan.ir.custom_schedule import actions_of, is_schedule_file
 from shardwise.plan.ir.grid import normalize_grid
 from shardwise.plan.ir.schedule_sizes import CHUNKED
@@ -77,7 +79,7 @@ def parse_changes(words: Sequence[str]) -> tuple[RequestedChange, ...]:
         if any(change.key == key for change in changes):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # The layers in `recompute=full:...` are parsed by the layout.
-        from_file = key == "schedule" and is_schedule_file(value)
+        from_file = key in ("schedule", "all_reduce") and is_schedule_file(value)
         if key in CHOICES and not from_file and (why := refuse_word(key, value)):
             raise UsageError(f"{word}: {why}")
         change = RequestedChange(key, value)
@@ -187,6 +189,10 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
         residency = Residency.parse(str(wanted.get("recompute", old.recompute)), str(wanted.get("offload", old.offload)), old.segment)
         if refuse_segment(residency, int(wanted.get("zero", old.zero))):
             choices["segment"] = 1
+    if old.collective and n["data"] != old.data:
+        choices.setdefault("all_reduce", AUTO)  # a user-defined all-reduce is for its own ranks only
+    all_reduce = str(choices.get("all_reduce", old.all_reduce))
+    choices["collective"] = old.collective if all_reduce == old.all_reduce else collective_text_of(all_reduce)
     actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
     layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions, "begins": ()})  # type: ignore[arg-type]
     moved = [

@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli import options
 from shardwise.cli.output import open_output
-from shardwise.errors import ProgramError
+from shardwise.errors import ProgramError, UsageError
 from shardwise.model.gc_pause import gc_paused
 
 if TYPE_CHECKING:
@@ -81,6 +81,25 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     except ProgramError as error:
         raise diagnose_error(program, error) from None
     return completed, program
+
+
+def read_collective(file: Path) -> tuple[str, Program]:
+    """Return (name of the collective, program) of a file of one.
+
+    Raises:
+        UsageError: a file that cannot be read, or is a schedule. ProgramError: it is refuted.
+    """
+    from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
+    from shardwise.plan.ir.text import COLLECTIVE_NAMES
+    from shardwise.schedules.diagnosis import prove_program
+
+    program, written = read_program(file)
+    if program.num_stages:
+        raise UsageError(f"{file} has computes, so it is a schedule; shardwise schedule {file} draws it")
+    prove_program(program, written=written)
+    _require_postcondition(program)
+    words = {line.split()[0] for line in read_actions(file).splitlines() if line.split()}
+    return next((name for name in COLLECTIVE_NAMES if name in words), "collective"), program
 
 
 def _require_postcondition(program: Program) -> None:
