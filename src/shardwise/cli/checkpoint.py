@@ -21,6 +21,7 @@ app = typer.Typer(help="Inspect, verify and convert checkpoints.", no_args_is_he
 Where = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them (the newest counts), or a run folder.", show_default=False)
 ]
+FORMATS = ("shardwise", "safetensors", "dcp", "huggingface")
 _SOURCE = "A checkpoint or run folder, a folder or file of safetensors, a torch.distributed.checkpoint, or a Hugging Face folder."
 _CONFIG = "Of --to huggingface: the folder that has the model's config.json and tokenizer."
 FOLDER = "checkpoints"
@@ -36,6 +37,7 @@ def inspect_checkpoint(path: Where, as_json: options.Json = False) -> None:
       shardwise checkpoint inspect runs/gpt_text
     """
     with open_output(as_json) as out:
+        require_folder(path)
         from shardwise.run.checkpoint.folder import read_manifest  # here: the command starts fast
 
         folder = newest_checkpoint(path)
@@ -51,6 +53,7 @@ def verify(path: Where, as_json: options.Json = False) -> None:
       shardwise checkpoint verify runs/gpt_text
     """
     with open_output(as_json) as out:
+        require_folder(path)
         from shardwise.run.checkpoint import verify as check  # here: the command starts fast
 
         folder = newest_checkpoint(path)
@@ -80,13 +83,13 @@ def convert(
       shardwise checkpoint convert folder checkpoints --to shardwise
     """
     with open_output(as_json) as out:
-        from shardwise.run.checkpoint.conversion import FORMATS, convert_checkpoint, format_of  # here: the command starts fast
-        from shardwise.units import parse_bytes
-
         if wanted not in FORMATS:
             raise UsageError(f"--to {wanted} is no format of checkpoints{did_you_mean(wanted, FORMATS)}; use {', '.join(FORMATS)}")
         if not path.exists():
             raise UsageError(f"{path} is not there; name a checkpoint, a run folder, or a folder of weights")
+        from shardwise.run.checkpoint.conversion import convert_checkpoint, format_of  # here: the command starts fast
+        from shardwise.units import parse_bytes
+
         try:
             found = format_of(path)
         except UsageError:
@@ -99,17 +102,22 @@ def convert(
         out.answer({"source": str(path), "target": str(target), "from": found, "to": wanted, "tensors": dict(kinds)})
 
 
+def require_folder(path: Path) -> None:
+    """Raise `UsageError` where no folder is."""
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a folder; name a checkpoint, or the run folder that `shardwise train` printed")
+
+
 def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`: itself, or the newest in it or in its `checkpoints`.
 
     Raises:
         UsageError: no such folder; CheckpointError: no checkpoint in it.
     """
+    require_folder(path)
     from shardwise.run.checkpoint.folder import committed_checkpoints  # here: the command starts fast
     from shardwise.run.checkpoint.manifest import MANIFEST
 
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a folder; name a checkpoint, or the run folder that `shardwise train` printed")
     if (path / MANIFEST).exists():
         return path
     for folder in (path, path / FOLDER):

@@ -11,7 +11,7 @@ import typer
 
 from shardwise.cli import options
 from shardwise.cli.output import CommandOutput, open_output
-from shardwise.errors import UsageError, VerifyError
+from shardwise.errors import UsageError, VerifyError, did_you_mean
 from shardwise.report.tables import TextTable, measured_memory_table
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.run.verify.verification import Verification
 
+DEVICES = ("cpu", "cuda", "auto")
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
 _DTYPE = "float64, float32, bfloat16 or float16; by default what the layout says (precision=bfloat16), or float64."
@@ -60,15 +61,24 @@ def verify(  # noqa: PLR0913
       shardwise verify plan.toml
     """
     with open_output(as_json) as out:
-        from shardwise import api  # here: the command starts fast
-        from shardwise.zoo.resolve import resolve
+        from shardwise.plan.layout_words import refuse_word  # here: the command starts fast
+        from shardwise.zoo.listing import check_model_text
 
+        if device not in DEVICES:
+            raise UsageError(f"--device {device} is unknown{did_you_mean(device, DEVICES)}; use {', '.join(DEVICES)}")
+        if dtype is not None and (reason := refuse_word("precision", dtype)):
+            raise UsageError(f"--dtype {dtype}: {reason}")
         plan = _read_plan_to_verify(model, batch, layout, schedule) if model.endswith(".toml") else None
         if plan is not None:
             layouts, batch = [plan.layout], plan.batch_size
         else:
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
         _check_ranks(layouts, ranks)
+        if plan is None:
+            check_model_text(model)
+        from shardwise import api  # here: the command starts fast, and says what is wrong with its words before torch is loaded
+        from shardwise.zoo.resolve import resolve
+
         asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = resolve(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):

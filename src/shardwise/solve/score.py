@@ -8,12 +8,19 @@ from math import exp, inf, log
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.step_time.timing import PricedLayout
+from shardwise.errors import UsageError, did_you_mean
 from shardwise.plan.layout import Layout
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
 JITTER = 0.02  # of the step: by how much figures of CPUs differ from probe to probe
 SAME = 0.01  # of the objective: plans this near one another are equally good
 TIME_TOLERANCE = 0.004  # relative difference below which times are equal
+
+
+def check_objective(objective: str) -> None:
+    """Raise `UsageError` for an unknown objective."""
+    if objective not in OBJECTIVES:
+        raise UsageError(f"unknown objective {objective}{did_you_mean(objective, OBJECTIVES)}; use one of {', '.join(OBJECTIVES)}")
 
 
 def _round_seconds(seconds: float) -> float:

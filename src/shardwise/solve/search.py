@@ -51,7 +51,7 @@ from shardwise.solve.constraints import Constraint, constraints_for_samples, par
 from shardwise.solve.infeasible import infeasible_error
 from shardwise.solve.moves.all_reduce_choice import choose_gradient_all_reduce, explain_all_reduce
 from shardwise.solve.reasons import distinct_candidates, explain_choices, num_differences, select_shown
-from shardwise.solve.score import OBJECTIVES, score_plan, simplest_plan
+from shardwise.solve.score import check_objective, score_plan, simplest_plan
 from shardwise.solve.space import SearchSpace
 from shardwise.units import format_seconds
 
@@ -98,8 +98,7 @@ def search(  # noqa: PLR0913
         start_s = time.perf_counter()
         if batch_size < 1:
             raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
-        if objective not in OBJECTIVES:
-            raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
+        check_objective(objective)
 
         def pricer_on(machines: Cluster) -> Pricer:
             return build_pricer(graph, machines, batch_size, optimizer_states, shards)
