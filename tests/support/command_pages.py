@@ -14,13 +14,13 @@ from shardwise.cli import app
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 HEAD = """# Commands
 
-Every verb with its arguments and options, as its parser has them; `shardwise VERB --help` says the same. Exit codes: 0 done, 2 wrong use or
-configuration, 3 infeasible, 4 a run or a check failed, 75 stopped and to be resumed, 130 interrupted. `shardwise --install-completion` completes
-verbs, options, models and machines in bash, zsh and fish.
+Every verb with its arguments and options, as its parser has them; `shardwise VERB --help` says the same. Exit codes: 0 done, 2 wrong use
+or configuration, 3 infeasible, 4 a run or a check failed, 75 stopped and to be resumed, 130 interrupted. `shardwise --install-completion`
+completes verbs, options, models and machines in bash, zsh and fish.
 
-With `--json` a verb writes one object on standard output and nothing else. Its `version` is {version}: the number grows when a key is removed or
-means something else; keys may come without. The [schemas](https://json-schema.org) lie in `docs/json`, one a verb: {schemas}.
-An error is the object of `error`.
+With `--json` a verb writes one object on standard output and nothing else. Its `version` is {version}: the number grows when a key is
+removed or means something else; keys may come without. The [schemas](https://json-schema.org) lie in `docs/json`, one a verb, for
+{schemas}. An error is the object of `error`.
 """
 
 
@@ -80,7 +80,7 @@ def page() -> str:
     from shardwise.cli.output import JSON_VERSION
     from tests.support.json_schemas import COMMANDS
 
-    schemas = ", ".join(f"[{name.replace('-', ' ')}](json/{name}.json)" for name in COMMANDS)
+    schemas = ", ".join(f"`{name}.json`" for name in COMMANDS)
     return "\n".join([HEAD.format(version=JSON_VERSION, schemas=schemas), *(section_of(name, command) for name, command in commands())])
 
 

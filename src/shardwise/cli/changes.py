@@ -14,8 +14,8 @@ from shardwise.cli.pricing_context import PricingContext
 from shardwise.cluster.resize import resize_cluster
 from shardwise.errors import Infeasible, LayoutError, UsageError, did_you_mean
 from shardwise.plan.ir.axis import spatial_ranks
-from shardwise.plan.ir.compression import Compression
 from shardwise.plan.ir.choice import AUTO
+from shardwise.plan.ir.compression import Compression
 from shardwise.plan.ir.custom_collective import collective_text_of
 from shardwise.plan.ir.custom_schedule import actions_of, is_schedule_file
 from shardwise.plan.ir.grid import normalize_grid
@@ -189,10 +189,7 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
         residency = Residency.parse(str(wanted.get("recompute", old.recompute)), str(wanted.get("offload", old.offload)), old.segment)
         if refuse_segment(residency, int(wanted.get("zero", old.zero))):
             choices["segment"] = 1
-    if old.collective and n["data"] != old.data:
-        choices.setdefault("all_reduce", AUTO)  # a user-defined all-reduce is for its own ranks only
-    all_reduce = str(choices.get("all_reduce", old.all_reduce))
-    choices["collective"] = old.collective if all_reduce == old.all_reduce else collective_text_of(all_reduce)
+    choices |= _refit_all_reduce(old, wanted, n["data"])
     actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
     layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions, "begins": ()})  # type: ignore[arg-type]
     moved = [
@@ -201,6 +198,13 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
         if key not in wanted and getattr(old, key) != getattr(layout, key)
     ]
     return layout, ", ".join(moved)
+
+
+def _refit_all_reduce(old: Layout, wanted: Mapping[str, int | str], data: int) -> dict[str, int | str]:
+    """Return the all-reduce and its text for so many replicas: a user-defined one is for its own ranks only."""
+    kept = AUTO if old.collective and data != old.data else old.all_reduce
+    all_reduce = str(wanted.get("all_reduce", kept))
+    return {"all_reduce": all_reduce, "collective": old.collective if all_reduce == old.all_reduce else collective_text_of(all_reduce)}
 
 
 def neighbouring_layouts(plan: Plan, num_devices: int) -> list[tuple[str, Layout]]:

@@ -31,7 +31,8 @@ def check(
 ) -> None:
     """Prove or refute a schedule or a collective.
 
-    Exit 4 where it is refuted, 2 where its text cannot be read. Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once, every sum each
+    Exit 4 where it is refuted, 2 where its text cannot be read. Proven: it runs to its end, nothing is read that is not there, and every
+    gradient holds each microbatch exactly once, every sum each
     rank's summand once. A file that names no transfers gets them first. The verb schedule writes such files with -o.
 
     \b

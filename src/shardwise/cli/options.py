@@ -20,7 +20,6 @@ _CONSTRAIN = (
 )
 
 
-
 def complete_model(incomplete: str) -> list[str]:
     """Return the zoo's names that begin with what is typed, for the shell's completion."""
     from shardwise.zoo.listing import zoo_names  # here: the command starts fast

@@ -52,9 +52,9 @@ def scaling(  # noqa: PLR0913
     """
     with open_output(as_json) as out:
         from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
-        from shardwise.zoo.listing import check_model_text
         from shardwise.plan.layout import Layout
         from shardwise.report.canvas import check_suffix
+        from shardwise.zoo.listing import check_model_text
 
         if target is not None and target.suffix != PAGE:
             check_suffix(target)

@@ -25,8 +25,9 @@ def schedules(
 ) -> None:
     """Compare all schedules.
 
-    The bubble is the idle share of all ranks' time; in its window: counted from a rank's first compute to its last action. In flight: microbatches that the fullest rank holds at once. Weights: of how many stages. Both in shares of one rank. --times is
-    that of the verb schedule.
+    The bubble is the idle share of all ranks' time; in its window: counted from a rank's first compute to its last action. In flight:
+    microbatches that the fullest rank holds at once. Weights: of how many stages. Both in shares of one rank. --times is that of the verb
+    schedule.
 
     \b
     Example:

@@ -482,7 +482,9 @@ class Layout:
         return cls(**words, **texts)  # type: ignore[arg-type]
 
 
-KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions", "collective", "begins"))  # those that a person writes
+KEYS = tuple(
+    one.name for one in fields(Layout) if one.name not in ("grid", "actions", "collective", "begins")
+)  # those that a person writes
 DEFAULTS = {one.name: one.default for one in fields(Layout)}
 
 

@@ -77,9 +77,9 @@ class MicrobatchTimes:
 class Summary:
     """Figures of a schedule.
 
-    `bubble` is the idle fraction of all ranks' time, as of every timeline; `bubble_in_window` that within the ranks' own windows (Qi et al.):
-    they differ where ranks start and end one after another. `peak_in_flight` and `weights_held` are by rank, in units of one rank's share of the model: with two
-    stages per rank each counts half.
+    `bubble` is the idle fraction of all ranks' time, as of every timeline; `bubble_in_window` that within the ranks' own windows (Qi et
+    al.): they differ where ranks start and end one after another. `peak_in_flight` and `weights_held` are by rank, in units of one rank's
+    share of the model: with two stages per rank each counts half.
     """
 
     timeline: Timeline

@@ -56,7 +56,6 @@ from shardwise.solve.space import SearchSpace
 from shardwise.units import format_seconds
 
 __all__ = [
-    "OBJECTIVES",
     "PricedLayout",
     "check_layers",
     "check_layout",

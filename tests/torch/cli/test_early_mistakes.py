@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 from shardwise.zoo.listing import zoo_names
 from shardwise.zoo.names import FAMILIES, published_sizes
 

@@ -64,7 +64,5 @@ def test_the_page_of_verbs_is_what_the_parsers_say() -> None:
 def test_the_shell_completes(words: str, completed: str) -> None:
     line = f"shardwise {words}"
     variables = {"_SHARDWISE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise"], env={**os.environ, **variables}, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "shardwise"], env={**os.environ, **variables}, capture_output=True, text=True, check=True)
     assert completed in done.stdout.split()

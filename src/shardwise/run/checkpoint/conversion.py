@@ -60,8 +60,8 @@ def format_of(path: Path) -> str:
     if path.suffix == ".safetensors" or (path / WEIGHTS_INDEX).is_file() or (path / WEIGHTS_FILE).is_file():
         return "huggingface" if (path / "config.json").is_file() else "safetensors"
     raise UsageError(
-        f"{path} is no checkpoint that can be converted: a shardwise checkpoint has {MANIFEST}, torch.distributed.checkpoint {DCP_METADATA}, "
-        f"safetensors {WEIGHTS_FILE} or {WEIGHTS_INDEX}"
+        f"{path} is no checkpoint that can be converted: a shardwise checkpoint has {MANIFEST}, torch.distributed.checkpoint "
+        f"{DCP_METADATA}, safetensors {WEIGHTS_FILE} or {WEIGHTS_INDEX}"
     )
 
 
@@ -105,7 +105,9 @@ def _open_source(path: Path, found: str, stack: ExitStack) -> TensorSource:
         manifest = read_manifest(path)
         by_label = dict(read_full(path, tuple({t.kind for t in manifest.tensors})))
         labels = {t.key: full_shard(t.name, t.kind, torch.empty(0, dtype=DTYPES[t.dtype]), t.slot).label for t in manifest.tensors}
-        return TensorSource({t.key: t.size_bytes for t in manifest.tensors}, lambda key: by_label[labels[key]], manifest.step, manifest.extra)
+        return TensorSource(
+            {t.key: t.size_bytes for t in manifest.tensors}, lambda key: by_label[labels[key]], manifest.step, manifest.extra
+        )
     if found == "dcp":
         return _open_dcp(path)
     return _open_safetensors(path, stack)
@@ -176,7 +178,9 @@ def _write_safetensors(target: Path, keys: Sequence[Key], tensors: TensorSource,
     if len(files) > 1:
         table = {key[2]: name for name, some in zip(names, files, strict=True) for key in some}
         total = sum(tensors.sizes[key] for key in keys)
-        (target / WEIGHTS_INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2, sort_keys=True) + "\n")
+        (target / WEIGHTS_INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2, sort_keys=True) + "\n"
+        )
 
 
 def _split_keys(keys: Sequence[Key], sizes: dict[Key, int], max_bytes: float) -> Iterator[list[Key]]:
