@@ -315,7 +315,7 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     try:
         values["sums"] = AllReduceChoices.parse(chosen)
         texts = {"actions": actions_of(words["schedule"], files), "collective": collective_text_of(words["all_reduce"], collective_files)}
-        return Plan(layout=Layout(**words, **texts), **values)
+        return Plan(layout=Layout(**words, **texts), **values)  # type: ignore[arg-type]
     except ShardwiseError as error:
         raise type(error)(f"{source}: {error}") from None
 
