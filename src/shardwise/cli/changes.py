@@ -137,6 +137,9 @@ def apply_changes(plan: Plan, setting: PricingContext, changes: Sequence[Request
     return other, layout, moved
 
 
+REFIT_COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch")
+
+
 def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_batch: int, batch: int) -> tuple[Layout, str]:
     """Return `old` with `wanted` on `ranks` devices, other keys adapted; and a description of what was adapted.
 
@@ -144,8 +147,7 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
     >>> str(layout), moved
     ('data=16 tensor=4 pipeline=1 microbatches=2', 'data 8 to 16, microbatches 4 to 2')
     """
-    counts = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch")
-    sizes = {key: wanted.get(key, getattr(old, key)) for key in counts}
+    sizes = {key: wanted.get(key, getattr(old, key)) for key in REFIT_COUNTS}
     n = {key: int(value) for key, value in sizes.items()}
     choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
     if "tensor" in wanted:

@@ -88,15 +88,18 @@ def compare(
         })  # fmt: skip
 
 
+DrawnName = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help="An algorithm, for example ring; or a file of actions, as for check.", show_default=False)
+]
+DrawnRanks = Annotated[
+    int | None, typer.Option("--ranks", min=1, max=64, metavar="N", help="Ranks that take part; by default 4.", show_default=False)
+]
+
+
 @app.command()
 def draw(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME|FILE", help="An algorithm, for example ring; or a file of actions, as for check.", show_default=False),
-    ],
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, max=64, metavar="N", help="Ranks that take part; by default 4.", show_default=False)
-    ] = None,
+    name: DrawnName,
+    ranks: DrawnRanks = None,
     collective: Collective = "all_reduce",
     target: Picture = None,
     as_json: options.Json = False,

@@ -79,7 +79,7 @@ def _plan_and_context(
     if not subject.endswith(".toml"):
         check_model_text(subject)
         fixed = Layout.parse(layout) if layout is not None else None
-        from shardwise.zoo.resolve import resolve
+        from shardwise.zoo.resolve import resolve  # here: words are checked before torch is loaded
 
         machines = options.load_cluster(cluster or "here", out)
         setting = PricingContext(subject, machines, batch or resolve(subject, None, sequence).default_batch, sequence)

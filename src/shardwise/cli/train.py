@@ -70,7 +70,7 @@ def run(path: Path, changes: Sequence[str], out: CommandOutput, reasons: bool = 
     from shardwise.train.config import TrainingConfig  # here: the command starts fast
 
     config = TrainingConfig.read(path, changes)  # before torch is loaded, which takes seconds
-    from shardwise.cli.report import write_page
+    from shardwise.cli.report import write_page  # here: the configuration is read before torch is loaded
     from shardwise.train.flow import train as train_all
     from shardwise.world.launch.current import current_world
     from shardwise.world.launch.started import rank_from_environment

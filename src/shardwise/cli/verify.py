@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.plan.layout import Layout
     from shardwise.plan.plan import Plan
     from shardwise.run.verify.verification import Verification
+    from shardwise.zoo.resolved import ResolvedModel
 
 DEVICES = ("cpu", "cuda", "auto")
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
@@ -61,21 +62,13 @@ def verify(  # noqa: PLR0913
       shardwise verify plan.toml
     """
     with open_output(as_json) as out:
-        from shardwise.plan.layout_words import refuse_word  # here: the command starts fast
-        from shardwise.zoo.listing import check_model_text
-
-        if device not in DEVICES:
-            raise UsageError(f"--device {device} is unknown{did_you_mean(device, DEVICES)}; use {', '.join(DEVICES)}")
-        if dtype is not None and (reason := refuse_word("precision", dtype)):
-            raise UsageError(f"--dtype {dtype}: {reason}")
+        _check_words(device, dtype, model)
         plan = _read_plan_to_verify(model, batch, layout, schedule) if model.endswith(".toml") else None
         if plan is not None:
             layouts, batch = [plan.layout], plan.batch_size
         else:
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
         _check_ranks(layouts, ranks)
-        if plan is None:
-            check_model_text(model)
         from shardwise import api  # here: the command starts fast, and says what is wrong with its words before torch is loaded
         from shardwise.zoo.resolve import resolve
 
@@ -91,17 +84,39 @@ def verify(  # noqa: PLR0913
             _show_all(out, model, results)
         else:
             _show_result(out, model, results[0])
-            if results[0].memory:
-                predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=results[0].dtype)).prediction
-                out.table(measured_memory_table(results[0].memory, predicted.memory if predicted else None))
-        record = (result if len(results) > 1 else results[0]).record()
-        if undivided := _describe_undivided(layouts, layout is None and plan is None):
-            out.message(f"warning: {undivided}")
-            record = {**record, "warnings": [*result.warnings, undivided]}
-        out.answer(record)
+            _show_memory(out, results[0], subject, batch, layouts[0])
+        _answer(out, result if len(results) > 1 else results[0], _describe_undivided(layouts, layout is None and plan is None))
         if not result.ok:
             out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
+
+
+def _check_words(device: str, dtype: str | None, model: str) -> None:
+    from shardwise.plan.layout_words import refuse_word  # here: the command starts fast
+    from shardwise.zoo.listing import check_model_text
+
+    if not model.endswith(".toml"):
+        check_model_text(model)
+
+    if device not in DEVICES:
+        raise UsageError(f"--device {device} is unknown{did_you_mean(device, DEVICES)}; use {', '.join(DEVICES)}")
+    if dtype is not None and (reason := refuse_word("precision", dtype)):
+        raise UsageError(f"--dtype {dtype}: {reason}")
+
+
+def _show_memory(out: CommandOutput, result: Verification, subject: ResolvedModel, batch: int | None, layout: Layout) -> None:
+    if result.memory:
+        from shardwise import api  # here: the command starts fast
+
+        predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layout, precision=result.dtype)).prediction
+        out.table(measured_memory_table(result.memory, predicted.memory if predicted else None))
+
+
+def _answer(out: CommandOutput, result: Verification, undivided: str) -> None:
+    """Write the object; `undivided`: the warning that nothing was divided, if so."""
+    if undivided:
+        out.message(f"warning: {undivided}")
+    out.answer({**result.record(), "warnings": [*result.warnings, *([undivided] if undivided else [])]})
 
 
 def _read_plan_to_verify(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:
