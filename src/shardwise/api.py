@@ -23,11 +23,12 @@ from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Shards
 from shardwise.model.stages.stages import check_trains
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH, SPLIT_FIXED
+from shardwise.plan.ir.custom_collective import collective_text_of
 from shardwise.plan.ir.custom_schedule import actions_of, read_actions
 from shardwise.plan.ir.patterns import expand_shards
-from shardwise.plan.ir.schedule_sizes import SCHEDULES
 from shardwise.plan.ir.timeline import Timeline
 from shardwise.plan.layout import Layout
+from shardwise.plan.layout_words import CHOICES
 from shardwise.plan.plan import LayoutCandidate, Plan, Prediction
 from shardwise.plan.plan_file import format_plan, parse_plan, read_plan
 from shardwise.report.progress import show_progress
@@ -315,12 +316,14 @@ def plan_for_world(
 
 
 def _broadcast_layout(text: str, world: World) -> Layout:
-    """Parse a layout; a schedule file is read by rank 0 and broadcast, so that all ranks run the same and only rank 0 needs it."""
-    name = next((word.removeprefix("schedule=") for word in text.replace(",", " ").split() if word.startswith("schedule=")), "")
-    if not name or name in SCHEDULES:
-        return Layout.parse(text)
-    actions = world.broadcast_text(lambda: actions_of(name))
-    return Layout.parse(text, {name: actions} if actions else {})
+    """Parse a layout; files that it names are read by rank 0 and broadcast, so that all ranks run the same and only rank 0 needs them."""
+    words = dict(word.split("=", 1) for word in text.replace(",", " ").split() if "=" in word)
+    files = {}
+    for key, read in (("schedule", actions_of), ("all_reduce", collective_text_of)):
+        name = words.get(key, "")
+        if name and name not in CHOICES[key] and (actions := world.broadcast_text(lambda read=read, name=name: read(name))):  # type: ignore[misc]
+            files[name] = actions
+    return Layout.parse(text, files)
 
 
 def verify(  # noqa: PLR0913
@@ -437,7 +440,7 @@ def comm_hook(name: str = "auto", process_group: Any = None) -> tuple[Any, Any]:
 
     Args:
         name: `auto` (shared memory where all ranks are on one host, and inside the hosts where they are not), `native`, or an
-            algorithm: `ring`, `tree`, `double_tree`, `recursive_doubling`, `halving_doubling` (also called `butterfly`), `naive`,
+            algorithm: `ring`, `tree`, `double_tree`, `recursive_doubling` (also called `butterfly`), `halving_doubling`, `naive`,
             `parameter_server`, `hierarchical`.
         process_group: as given to DDP; None for torch's default group.
 

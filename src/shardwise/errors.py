@@ -80,6 +80,12 @@ class ProgramError(ShardwiseError):
     """A schedule or a collective algorithm that is not proven: names the rank, the step and the reason."""
 
 
+class ProgramTextError(ProgramError):
+    """Text that is no program; names the line. Wrong use, where a program that is refuted is a check that failed."""
+
+    exit_code = 2
+
+
 class CheckpointError(ShardwiseError):
     """A checkpoint that is missing, damaged, or of another model."""
 

@@ -51,7 +51,6 @@ PLAN_ONCE = ("plan", "explain", "estimate", "simulate", "report")  # verbs that 
 app = typer.Typer(
     name="shardwise",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},

@@ -14,7 +14,9 @@ from shardwise.cli.pricing_context import PricingContext
 from shardwise.cluster.resize import resize_cluster
 from shardwise.errors import Infeasible, LayoutError, UsageError, did_you_mean
 from shardwise.plan.ir.axis import spatial_ranks
+from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.compression import Compression
+from shardwise.plan.ir.custom_collective import collective_text_of
 from shardwise.plan.ir.custom_schedule import actions_of, is_schedule_file
 from shardwise.plan.ir.grid import normalize_grid
 from shardwise.plan.ir.schedule_sizes import CHUNKED
@@ -77,7 +79,7 @@ def parse_changes(words: Sequence[str]) -> tuple[RequestedChange, ...]:
         if any(change.key == key for change in changes):
             raise UsageError(f"{key} is given twice; compare values by running whatif for each")
         # The layers in `recompute=full:...` are parsed by the layout.
-        from_file = key == "schedule" and is_schedule_file(value)
+        from_file = key in ("schedule", "all_reduce") and is_schedule_file(value)
         if key in CHOICES and not from_file and (why := refuse_word(key, value)):
             raise UsageError(f"{word}: {why}")
         change = RequestedChange(key, value)
@@ -135,6 +137,9 @@ def apply_changes(plan: Plan, setting: PricingContext, changes: Sequence[Request
     return other, layout, moved
 
 
+REFIT_COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch")
+
+
 def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_batch: int, batch: int) -> tuple[Layout, str]:
     """Return `old` with `wanted` on `ranks` devices, other keys adapted; and a description of what was adapted.
 
@@ -142,8 +147,7 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
     >>> str(layout), moved
     ('data=16 tensor=4 pipeline=1 microbatches=2', 'data 8 to 16, microbatches 4 to 2')
     """
-    counts = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch")
-    sizes = {key: wanted.get(key, getattr(old, key)) for key in counts}
+    sizes = {key: wanted.get(key, getattr(old, key)) for key in REFIT_COUNTS}
     n = {key: int(value) for key, value in sizes.items()}
     choices: dict[str, int | str] = {key: value for key, value in wanted.items() if key not in n}
     if "tensor" in wanted:
@@ -187,6 +191,7 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
         residency = Residency.parse(str(wanted.get("recompute", old.recompute)), str(wanted.get("offload", old.offload)), old.segment)
         if refuse_segment(residency, int(wanted.get("zero", old.zero))):
             choices["segment"] = 1
+    choices |= _refit_all_reduce(old, wanted, n["data"])
     actions = old.actions if schedule == old.schedule and "schedule" not in wanted else actions_of(schedule)
     layout = replace(old, **{**choices, **n, "schedule": schedule, "actions": actions, "begins": ()})  # type: ignore[arg-type]
     moved = [
@@ -195,6 +200,13 @@ def refit_layout(old: Layout, wanted: Mapping[str, int | str], ranks: int, old_b
         if key not in wanted and getattr(old, key) != getattr(layout, key)
     ]
     return layout, ", ".join(moved)
+
+
+def _refit_all_reduce(old: Layout, wanted: Mapping[str, int | str], data: int) -> dict[str, int | str]:
+    """Return the all-reduce and its text for so many replicas: a user-defined one is for its own ranks only."""
+    kept = AUTO if old.collective and data != old.data else old.all_reduce
+    all_reduce = str(wanted.get("all_reduce", kept))
+    return {"all_reduce": all_reduce, "collective": old.collective if all_reduce == old.all_reduce else collective_text_of(all_reduce)}
 
 
 def neighbouring_layouts(plan: Plan, num_devices: int) -> list[tuple[str, Layout]]:

@@ -10,7 +10,7 @@ import typer
 
 from shardwise.cli import options
 from shardwise.cli.output import open_output
-from shardwise.errors import ProgramError
+from shardwise.errors import ProgramError, UsageError
 from shardwise.model.gc_pause import gc_paused
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def check(
 ) -> None:
     """Prove or refute a schedule or a collective.
 
-    Proven: it runs to its end, nothing is read that is not there, and every gradient holds each microbatch exactly once, every sum each
+    Exit 4 where it is refuted, 2 where its text cannot be read. Proven: it runs to its end, nothing is read that is not there, and every
+    gradient holds each microbatch exactly once, every sum each
     rank's summand once. A file that names no transfers gets them first. The verb schedule writes such files with -o.
 
     \b
@@ -48,9 +49,10 @@ def check(
             prove_program(program, rendezvous, written)
             _require_postcondition(program)
         except ProgramError as error:
-            out.answer({"proven": False, "reason": str(error)})
-            out.message(f"refuted: {error}")
-            raise typer.Exit(ProgramError.exit_code) from None
+            reason = f"{file}: {str(error).removeprefix(f'{file.name}: ')}"
+            out.answer({"proven": False, "reason": reason})
+            out.message(f"refuted: {reason}" if error.exit_code == ProgramError.exit_code else reason)
+            raise typer.Exit(error.exit_code) from None
         completed = program != written
         out.text(f"proven: {_describe_program(program, completed)}")
         untrainable = refuse_program(written) if program.num_stages else ""
@@ -66,7 +68,7 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     """Return a file's program completed with transfers, where it names none, and as written; `rendezvous`: sends wait for their receives.
 
     Raises:
-        UsageError: a file that cannot be read. ProgramError: text that is no program.
+        UsageError: a file that cannot be read. ProgramTextError: text that is no program. ProgramError: transfers cannot be added.
     """
     from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
     from shardwise.plan.ir.program import Program
@@ -80,6 +82,25 @@ def read_program(file: Path, rendezvous: bool = False) -> tuple[Program, Program
     except ProgramError as error:
         raise diagnose_error(program, error) from None
     return completed, program
+
+
+def read_collective(file: Path) -> tuple[str, Program]:
+    """Return (name of the collective, program) of a file of one.
+
+    Raises:
+        UsageError: a file that cannot be read, or is a schedule. ProgramError: it is refuted.
+    """
+    from shardwise.plan.ir.custom_schedule import read_actions  # here: the command starts fast
+    from shardwise.plan.ir.text import COLLECTIVE_NAMES
+    from shardwise.schedules.diagnosis import prove_program
+
+    program, written = read_program(file)
+    if program.num_stages:
+        raise UsageError(f"{file} has computes, so it is a schedule; shardwise schedule {file} draws it")
+    prove_program(program, written=written)
+    _require_postcondition(program)
+    words = {line.split()[0] for line in read_actions(file).splitlines() if line.split()}
+    return next((name for name in COLLECTIVE_NAMES if name in words), "collective"), program
 
 
 def _require_postcondition(program: Program) -> None:

@@ -88,10 +88,18 @@ def compare(
         })  # fmt: skip
 
 
+DrawnName = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help="An algorithm, for example ring; or a file of actions, as for check.", show_default=False)
+]
+DrawnRanks = Annotated[
+    int | None, typer.Option("--ranks", min=1, max=64, metavar="N", help="Ranks that take part; by default 4.", show_default=False)
+]
+
+
 @app.command()
 def draw(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="An algorithm, for example ring.", show_default=False)],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, metavar="N", help="Ranks that take part.")] = 4,
+    name: DrawnName,
+    ranks: DrawnRanks = None,
     collective: Collective = "all_reduce",
     target: Picture = None,
     as_json: options.Json = False,
@@ -101,10 +109,10 @@ def draw(
     \b
     Example:
       shardwise collectives draw ring --ranks 4 -o picture.svg
+      shardwise collectives draw examples/two_rings.txt
     """
     with open_output(as_json) as out, gc_paused():
-        from shardwise.collectives import build  # here: the command starts fast
-        from shardwise.plan.ir.check import check
+        from shardwise.plan.ir.check import check  # here: the command starts fast
         from shardwise.plan.ir.program import Recv
         from shardwise.simulate.messages import Wire, deliver_messages, num_steps
 
@@ -112,7 +120,7 @@ def draw(
             from shardwise.report.canvas import check_suffix  # here: the command starts fast
 
             check_suffix(target)
-        program = build(collective, name, _level_sizes(name, None, ranks))
+        collective, program = _program_to_draw(collective, name, ranks)
         check(program)
         added: dict[tuple[int, int, Value], list[bool]] = {}  # of each receive, in order: whether it reduces
         for rank, row in enumerate(program.actions):
@@ -145,6 +153,20 @@ def draw(
             "messages": len(traffic.messages), "actions": str(program).splitlines()[1:],
             "picture": str(target) if target is not None else "",
         })  # fmt: skip
+
+
+def _program_to_draw(collective: str, name: str, ranks: int | None) -> tuple[str, Program]:
+    """Return (collective, program) of an algorithm by name, or of a file, which says its collective and its ranks itself."""
+    from shardwise.collectives import build  # here: the command starts fast
+    from shardwise.plan.ir.custom_collective import is_collective_file
+
+    if not is_collective_file(name):
+        return collective, build(collective, name, _level_sizes(name, None, ranks or 4))
+    if ranks is not None:
+        raise UsageError(f"{name} is a file, which says its ranks itself; leave --ranks out")
+    from shardwise.cli.check import read_collective  # here: the command starts fast
+
+    return read_collective(Path(name))
 
 
 def _arrow_of(message: TimedMessage, added: bool) -> Arrow:

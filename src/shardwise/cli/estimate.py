@@ -64,7 +64,9 @@ def estimate(  # noqa: PLR0913
     with open_output(as_json) as out:
         from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
         from shardwise.cluster.resize import resize_cluster
+        from shardwise.zoo.listing import check_model_text
 
+        check_model_text(model)
         machines = options.load_cluster(cluster, out)
         if gpus is not None:
             machines = resize_cluster(machines, gpus)

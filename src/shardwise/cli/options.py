@@ -19,11 +19,28 @@ _CONSTRAIN = (
     'Constrain the search; repeat as needed: --constrain "tensor<=8". Gradients are compressed only where this says so: "compress=int8".'
 )
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return the zoo's names that begin with what is typed, for the shell's completion."""
+    from shardwise.zoo.listing import zoo_names  # here: the command starts fast
+
+    return [name for name in zoo_names() if name.startswith(incomplete)]
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """Return the catalogue's machines that begin with what is typed, after its count, for the shell's completion."""
+    from shardwise.cluster.catalogue import catalogue_names  # here: the command starts fast
+
+    count, times, name = incomplete.partition("x") if incomplete[:1].isdigit() else ("", "", incomplete)
+    names = [f"{count}{times}{one}" for one in catalogue_names() if one.startswith(name)]
+    return [*(["here"] if "here".startswith(incomplete) else []), *names]
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False, autocompletion=complete_model)]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, metavar="N", help="Samples a step, over all ranks.", show_default=False)]
 Sequence = Annotated[int | None, typer.Option("--sequence", min=1, metavar="N", help="Tokens a sample.", show_default=False)]
 LayoutText = Annotated[str | None, typer.Option("--layout", metavar='"KEY=N ..."', help=_LAYOUT, show_default=False)]
-ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_CLUSTER)]
+ClusterText = Annotated[str, typer.Option("--cluster", metavar="CLUSTER", help=_CLUSTER, autocompletion=complete_cluster)]
 Constraints = Annotated[list[str] | None, typer.Option("--constrain", metavar='"KEY<=N"', help=_CONSTRAIN, show_default=False)]
 DeviceMemory = Annotated[
     str | None, typer.Option("--device-memory", metavar="SIZE", help="Memory limit of a rank, also in a run: 2GiB.", show_default=False)

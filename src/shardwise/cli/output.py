@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.report.tables import TextTable
 
 
+JSON_VERSION = 1  # of the objects of `--json`, see docs/json: it grows when a key is removed or means something else, not for new keys
 DEFAULT_WIDTH = 120
 MAX_UNBROKEN_CHARS = 16  # cells of a first column up to this length are never wrapped
 
@@ -63,7 +64,7 @@ class CommandOutput:
     def answer(self, record: Mapping[str, object]) -> None:
         """Write the JSON object, with `--json`. Numbers that JSON does not have (infinity) become null."""
         if self._json_fd is not None:
-            data = (json.dumps(as_json(record), allow_nan=False) + "\n").encode()
+            data = (json.dumps({"version": JSON_VERSION, **answer_record(record)}, allow_nan=False) + "\n").encode()
             while data:
                 data = data[os.write(self._json_fd, data) :]
 
@@ -114,6 +115,11 @@ def _make_console(stderr: bool) -> Console:
     # Where the width is unknown, tables have room for a layout and its numbers side by side.
     has_width = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=None if has_width else DEFAULT_WIDTH)
+
+
+def answer_record(record: Mapping[str, object]) -> dict[str, object]:
+    """Convert a verb's answer to JSON types."""
+    return {key: as_json(value) for key, value in record.items()}
 
 
 def as_json(value: object) -> object:

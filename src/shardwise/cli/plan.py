@@ -45,10 +45,18 @@ def plan(  # noqa: PLR0913
         from shardwise.plan.layout import Layout
         from shardwise.plan.plan_file import write_plan
         from shardwise.report.tables import plan_record, plan_tables
+        from shardwise.solve.constraints import parse_constraints
+        from shardwise.solve.score import check_objective
         from shardwise.units import parse_bytes
+        from shardwise.zoo.listing import check_model_text
 
         wanted = Layout.parse(layout) if layout is not None else None
-        machines = options.load_cluster(cluster, out).with_memory_limit(parse_bytes(device_memory or 0))
+        check_model_text(model)  # what is wrong with the words, before the machine is measured and torch is loaded
+        check_objective(objective)
+        for words in constrain or ():
+            _ = parse_constraints(words)
+        memory_limit = parse_bytes(device_memory or 0)
+        machines = options.load_cluster(cluster, out).with_memory_limit(memory_limit)
         setting = pricing_context_of_name(model, machines, batch, sequence)
         with out.working(f"planning {model} on {machines.name}"):
             chosen = setting.plan(constrain or (), objective, wanted, trials, out.message)

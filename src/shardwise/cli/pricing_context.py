@@ -17,6 +17,7 @@ from shardwise.cli import options
 from shardwise.errors import Infeasible, ModelError, UsageError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, Prediction
+from shardwise.zoo.listing import check_model_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -207,6 +208,7 @@ def read_plan_in_context(
 
 def pricing_context_of_name(model: str, machines: Cluster, batch: int | None, sequence: int | None) -> PricingContext:
     """Return the pricing context of a model by name; without a batch with the model's usual one."""
+    check_model_text(model)
     from shardwise.zoo.resolve import resolve  # here: the command starts fast
 
     name, sequence = name_with_sequence(model, sequence)

@@ -54,10 +54,12 @@ def scaling(  # noqa: PLR0913
         from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
         from shardwise.plan.layout import Layout
         from shardwise.report.canvas import check_suffix
+        from shardwise.zoo.listing import check_model_text
 
         if target is not None and target.suffix != PAGE:
             check_suffix(target)
         fixed = Layout.parse(layout) if layout is not None else None
+        check_model_text(model)
         machines = options.load_cluster(cluster, out)
         counts = device_counts(devices, machines.node_size, machines.num_devices)
         first = pricing_context_of_name(model, machines, batch, sequence)

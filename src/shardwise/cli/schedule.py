@@ -39,8 +39,8 @@ def schedule(
     """Draw, prove and time a schedule.
 
     In --times, f is a forward, b a backward (its input part where w, the weights' part, is given) and c a transfer. Each is the time of all
-    stages of a rank together, so a stage of interleaved or zb-v takes its share. The bubble is counted from a rank's first compute to its
-    last action.
+    stages of a rank together, so a stage of interleaved or zb-v takes its share. The bubble is the idle share of all
+    ranks' time.
 
     \b
     Example:
@@ -124,7 +124,8 @@ def schedule_record(program: Program, summary: Summary | None, reason: str = "")
         "reason": reason,
         "time": summary.time if summary else None,
         "bubble": summary.bubble if summary else None,
-        "utilisation": summary.utilisation if summary else None,
+        "bubble_in_window": summary.bubble_in_window if summary else None,
+        "utilisation": 1 - summary.bubble if summary else None,
         "peak_in_flight": list(summary.peak_in_flight) if summary else [],
         "weights_held": list(summary.weights_held) if summary else [],
         "actions": program.num_actions,
@@ -137,10 +138,13 @@ def schedule_headline(program: Program, summary: Summary) -> str:
 
     microbatches = f"{len(program.microbatches)} microbatch{'es' * (len(program.microbatches) != 1)}"
     ranks = f"{program.num_ranks} rank{'s' * (program.num_ranks != 1)}"
-    return (
-        f"{program.name}, {ranks}, {microbatches}: time {summary.time:g}, bubble {format_percent(summary.bubble)}, "
-        f"utilisation {format_percent(summary.utilisation)}"
-    )
+    window = f", in its window {format_percent(summary.bubble_in_window)}" if starts_and_ends_late(summary) else ""
+    return f"{program.name}, {ranks}, {microbatches}: time {summary.time:g}, bubble {format_percent(summary.bubble)}{window}"
+
+
+def starts_and_ends_late(summary: Summary) -> bool:
+    """Return whether ranks start and end one after another, so that their own windows have a smaller bubble."""
+    return summary.bubble - summary.bubble_in_window > 1e-6
 
 
 def rank_columns(summary: Summary) -> list[tuple[str, list[str]]]:
@@ -159,8 +163,8 @@ def _draw_schedule(program: Program, summary: Summary, out: CommandOutput) -> No
     count = len(program.microbatches)
     holds = f"every gradient holds each of {count} microbatches once; " if any(program.wants) else "it runs to its end; "
     out.text(f"proven: {holds}at most {max(summary.peak_in_flight, default=0):g} in flight")
-    if abs(summary.bubble - (1 - summary.utilisation)) > 1e-6:
-        out.text("the bubble counts each rank's own time, from its first compute to its last action; ranks start and end one after another")
+    if starts_and_ends_late(summary):
+        out.text("ranks start and end one after another: a rank's window is from its first compute to its last action, as in Qi et al.")
 
 
 def without_transfers(program: Program) -> Program:

@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 from shardwise.model.gc_pause import gc_paused
 
 SLOW_FORWARDS = 1 << 14  # forwards from which a schedule takes seconds, so that progress messages are printed
-_COLUMNS = ("schedule", "time", "bubble", "utilisation", "in flight", "weights", "")
+_COLUMNS = ("schedule", "time", "bubble", "in its window", "in flight", "weights", "")
 
 
 def schedules(
@@ -25,8 +25,9 @@ def schedules(
 ) -> None:
     """Compare all schedules.
 
-    In flight: microbatches that the fullest rank holds at once. Weights: of how many stages. Both in shares of one rank. --times is
-    that of the verb schedule.
+    The bubble is the idle share of all ranks' time; in its window: counted from a rank's first compute to its last action. In flight:
+    microbatches that the fullest rank holds at once. Weights: of how many stages. Both in shares of one rank. --times is that of the verb
+    schedule.
 
     \b
     Example:
@@ -62,7 +63,7 @@ def schedules(
                     name,
                     f"{summary.time:g}",
                     format_percent(summary.bubble),
-                    format_percent(summary.utilisation),
+                    format_percent(summary.bubble_in_window),
                     f"{max(summary.peak_in_flight):g}",
                     f"{max(summary.weights_held):g}",
                     "",

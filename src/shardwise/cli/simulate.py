@@ -42,11 +42,11 @@ def simulate(
       shardwise simulate gpt-10m --batch 16 --layout "data=2 servers=1 staleness=2" --late 20x0.5
     """
     with open_output(as_json) as out:
+        chosen, setting = _plan_and_context(subject, layout, cluster, (batch, sequence), out)
         from shardwise import api  # here: the command starts fast
         from shardwise.report.gantt import gantt_text
         from shardwise.report.tables import prediction_record
 
-        chosen, setting = _plan_and_context(subject, layout, cluster, (batch, sequence), out)
         steps, part = _parse_stragglers(delays)
         prediction, timeline = api.simulate_subject(chosen, setting.subject, setting.cluster, setting.source, steps, part)
         if target is not None:
@@ -73,13 +73,17 @@ def _plan_and_context(
     """Return the plan and its pricing context. `sizes`: samples of a batch, and tokens of a sample."""
     from shardwise.cli.pricing_context import PricingContext, read_plan_in_context  # here: the command starts fast
     from shardwise.plan.layout import Layout
-    from shardwise.zoo.resolve import resolve
+    from shardwise.zoo.listing import check_model_text
 
     batch, sequence = sizes
     if not subject.endswith(".toml"):
+        check_model_text(subject)
+        fixed = Layout.parse(layout) if layout is not None else None
+        from shardwise.zoo.resolve import resolve  # here: words are checked before torch is loaded
+
         machines = options.load_cluster(cluster or "here", out)
         setting = PricingContext(subject, machines, batch or resolve(subject, None, sequence).default_batch, sequence)
-        return setting.plan(layout=Layout.parse(layout) if layout is not None else None), setting
+        return setting.plan(layout=fixed), setting
     if layout is not None:
         raise UsageError(f"{subject} is a plan and has its layout; edit it there, or name the model with --layout")
     return read_plan_in_context(Path(subject), out, cluster, sequence)

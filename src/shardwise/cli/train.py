@@ -67,13 +67,14 @@ def train(
 
 def run(path: Path, changes: Sequence[str], out: CommandOutput, reasons: bool = True) -> dict[str, Any]:
     """Train, write the page, and return the summary; with `reasons` the plan's reasons are shown before the first step."""
-    from shardwise.cli.report import write_page  # here: the command starts fast
-    from shardwise.train.config import TrainingConfig
+    from shardwise.train.config import TrainingConfig  # here: the command starts fast
+
+    config = TrainingConfig.read(path, changes)  # before torch is loaded, which takes seconds
+    from shardwise.cli.report import write_page  # here: the configuration is read before torch is loaded
     from shardwise.train.flow import train as train_all
     from shardwise.world.launch.current import current_world
     from shardwise.world.launch.started import rank_from_environment
 
-    config = TrainingConfig.read(path, changes)
     # Where torchrun, mpirun or srun started the ranks, possibly on several hosts.
     world = current_world() if rank_from_environment(os.environ) is not None else None
 

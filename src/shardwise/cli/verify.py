@@ -11,14 +11,16 @@ import typer
 
 from shardwise.cli import options
 from shardwise.cli.output import CommandOutput, open_output
-from shardwise.errors import UsageError, VerifyError
+from shardwise.errors import UsageError, VerifyError, did_you_mean
 from shardwise.report.tables import TextTable, measured_memory_table
 
 if TYPE_CHECKING:
     from shardwise.plan.layout import Layout
     from shardwise.plan.plan import Plan
     from shardwise.run.verify.verification import Verification
+    from shardwise.zoo.resolved import ResolvedModel
 
+DEVICES = ("cpu", "cuda", "auto")
 _SCHEDULE = "A schedule of your own: the same as schedule=FILE in the layout."
 _LAYOUTS = 'The layout, as often as needed: "data=2 tensor=2 pipeline=2 microbatches=4". The model is traced once for all of them.'
 _DTYPE = "float64, float32, bfloat16 or float16; by default what the layout says (precision=bfloat16), or float64."
@@ -71,15 +73,16 @@ def verify(  # noqa: PLR0913
             return
         if model is None:
             raise UsageError("give a MODEL or a PLAN.toml, or --loop FILE with a training loop")
-        from shardwise import api  # here: the command starts fast
-        from shardwise.zoo.resolve import resolve
-
+        _check_words(device, dtype, model)
         plan = _read_plan_to_verify(model, batch, layout, schedule) if model.endswith(".toml") else None
         if plan is not None:
             layouts, batch = [plan.layout], plan.batch_size
         else:
             layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
         _check_ranks(layouts, ranks)
+        from shardwise import api  # here: the command starts fast, and says what is wrong with its words before torch is loaded
+        from shardwise.zoo.resolve import resolve
+
         asked = layouts if plan is not None or schedule is not None or not layout else layout
         subject = resolve(plan.model if plan is not None else model, batch, sequence)
         with out.working(f"comparing {', '.join(map(str, layouts))} with the serial model over {steps} steps"):
@@ -92,10 +95,8 @@ def verify(  # noqa: PLR0913
             _show_all(out, model, results)
         else:
             _show_result(out, model, results[0])
-            if results[0].memory:
-                predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layouts[0], precision=results[0].dtype)).prediction
-                out.table(measured_memory_table(results[0].memory, predicted.memory if predicted else None))
-        out.answer((result if len(results) > 1 else results[0]).record())
+            _show_memory(out, results[0], subject, batch, layouts[0])
+        _answer(out, result if len(results) > 1 else results[0], _describe_undivided(layouts, layout is None and plan is None))
         if not result.ok:
             out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
             raise typer.Exit(VerifyError.exit_code)
@@ -119,6 +120,34 @@ def _verify_loop(out: CommandOutput, script: str, layout: list[str] | None, rank
         raise typer.Exit(VerifyError.exit_code)
 
 
+def _check_words(device: str, dtype: str | None, model: str) -> None:
+    from shardwise.plan.layout_words import refuse_word  # here: the command starts fast
+    from shardwise.zoo.listing import check_model_text
+
+    if not model.endswith(".toml"):
+        check_model_text(model)
+
+    if device not in DEVICES:
+        raise UsageError(f"--device {device} is unknown{did_you_mean(device, DEVICES)}; use {', '.join(DEVICES)}")
+    if dtype is not None and (reason := refuse_word("precision", dtype)):
+        raise UsageError(f"--dtype {dtype}: {reason}")
+
+
+def _show_memory(out: CommandOutput, result: Verification, subject: ResolvedModel, batch: int | None, layout: Layout) -> None:
+    if result.memory:
+        from shardwise import api  # here: the command starts fast
+
+        predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layout, precision=result.dtype)).prediction
+        out.table(measured_memory_table(result.memory, predicted.memory if predicted else None))
+
+
+def _answer(out: CommandOutput, result: Verification, undivided: str) -> None:
+    """Write the object; `undivided`: the warning that nothing was divided, if so."""
+    if undivided:
+        out.message(f"warning: {undivided}")
+    out.answer({**result.record(), "warnings": [*result.warnings, *([undivided] if undivided else [])]})
+
+
 def _read_plan_to_verify(file: str, batch: int | None, layout: list[str] | None, schedule: Path | None) -> Plan:
     """Read a plan file; raises UsageError where options contradict its layout or batch size."""
     from shardwise.plan.plan_file import read_plan  # here: the command starts fast
@@ -137,6 +166,14 @@ def _with_schedule(text: str, schedule: Path | None) -> Layout:
 
     layout = Layout.parse(text)
     return layout if schedule is None else layout.with_schedule(schedule.name, read_actions(schedule))
+
+
+def _describe_undivided(layouts: Sequence[Layout], by_default: bool) -> str:
+    """Say that nothing was divided, where no layout has several ranks; empty where one has."""
+    if any(layout.num_ranks > 1 for layout in layouts):
+        return ""
+    why = "no layout was given" if by_default else "the layout has one rank"
+    return f'{why}, so nothing was divided: one rank ran the whole model beside itself; for example --layout "data=2"'
 
 
 def _check_ranks(layouts: Sequence[Layout], ranks: int | None) -> None:

@@ -12,6 +12,7 @@ from math import prod
 
 from shardwise.collectives import all_to_all, bruck, butterfly, halo, hierarchical, naive, parameter_server, ring, tree
 from shardwise.errors import UsageError, did_you_mean
+from shardwise.plan.ir.choice import SYNONYMS
 from shardwise.plan.ir.program import Program
 
 __all__ = ["ALGORITHMS", "COLLECTIVES", "NESTED", "build"]
@@ -49,6 +50,8 @@ def build(collective: str, name: str, ranks: int | Sequence[int], **options: int
     if collective not in ALGORITHMS:
         raise UsageError(f"unknown collective {collective}{did_you_mean(collective, COLLECTIVES, 0.4)}; known: {', '.join(COLLECTIVES)}")
     algorithms = ALGORITHMS[collective]
+    if collective == "all_reduce":
+        name = SYNONYMS.get(name, name)
     if name not in algorithms:
         raise UsageError(f"{collective} has no algorithm {name}{did_you_mean(name, algorithms, 0.4)}; known: {', '.join(algorithms)}")
     sizes: int | Sequence[int] = ranks

@@ -1,8 +1,8 @@
 """Butterfly all-reduce: in step k a rank exchanges with the one whose number differs in bit k. In: numbers of ranks. Out: programs.
 
-Recursive doubling exchanges the whole tensor, recursive halving and doubling halves it (Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005). For other numbers than powers of two, the ranks beyond the power of two are folded
-into the first ones, which send them the result at the end.
+Recursive doubling, the butterfly all-reduce of textbooks, exchanges the whole tensor: n M log2 n bytes in all. Recursive halving and
+doubling halves it (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005). For other
+numbers than powers of two, the ranks beyond the power of two are folded into the first ones, which send them the result at the end.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ from shardwise.plan.ir.axis import (  # fmt: skip
     sample_axes,
     spatial_ranks,
 )
-from shardwise.plan.ir.choice import AUTO, refuse_all_reduce
+from shardwise.plan.ir.choice import AUTO, SYNONYMS, refuse_all_reduce
 from shardwise.plan.ir.compression import Compression, refuse_compression, refuse_scaled_compression
+from shardwise.plan.ir.custom_collective import collective_text_of, is_collective_file, refuse_custom_all_reduce
 from shardwise.plan.ir.custom_schedule import (
     actions_of,
     check_schedule_name,
@@ -78,6 +79,7 @@ class Layout:
     `compile`: whether torch's computation between collectives is compiled, stage by stage, which takes a minute or more at the start.
     `split`: whether every microbatch has the layout's data x context, or, by its length, the fastest split of the same ranks.
     `actions`: text of a custom schedule, whatever its file contains by now; empty for a named one.
+    `collective`: text of a custom all-reduce, likewise.
     `begins`: of stages with unequal numbers of ranks (`inner`) the first rank of each, and the total.
     """
 
@@ -114,6 +116,7 @@ class Layout:
     compile: str = "off"
     split: str = SPLIT_FIXED
     actions: str = field(default="", repr=False)
+    collective: str = field(default="", repr=False)
     begins: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -125,6 +128,7 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
         self._check_custom()
+        self._check_collective()
         self._check_words()
         _raise_if_refused(refuse_sizes(self.schedule, self.microbatches))
         _raise_if_refused(refuse_all_reduce(self.all_reduce, self.zero, self.data * self.tensor))
@@ -158,9 +162,14 @@ class Layout:
             )
 
     def _check_words(self) -> None:
-        """Refuse unknown words, and normalise keys that have no effect in this layout."""
+        """Refuse unknown words, and normalise synonyms and keys that have no effect in this layout."""
+        if self.all_reduce in SYNONYMS:
+            object.__setattr__(self, "all_reduce", SYNONYMS[self.all_reduce])
         named = "1f1b" if self.actions else self.schedule
-        _raise_if_refused(refuse_words((named, *_choice_values(self))))
+        words = (named, *_choice_values(self))
+        if self.collective:
+            words = tuple(AUTO if word == self.all_reduce else word for word in words)
+        _raise_if_refused(refuse_words(words))
         if (self.neighbours == DATA and self.branch == 1) or (self.neighbours == PIPELINE and self.pipeline == 1):
             object.__setattr__(self, "neighbours", BRANCH)
         if self.pipeline == 1:
@@ -200,6 +209,17 @@ class Layout:
                 raise LayoutError(reason)
         elif is_schedule_file(self.schedule):
             raise LayoutError(f'schedule={self.schedule} is a file, which has not been read; Layout.parse("schedule={self.schedule}") does')
+
+    def _check_collective(self) -> None:
+        """Prove a custom all-reduce, and check it against the ranks; a named one has no text."""
+        if not is_collective_file(self.all_reduce):
+            object.__setattr__(self, "collective", "")
+        elif not self.collective:
+            raise LayoutError(
+                f'all_reduce={self.all_reduce} is a file, which has not been read; Layout.parse("all_reduce={self.all_reduce}") does'
+            )
+        else:
+            _raise_if_refused(refuse_custom_all_reduce(self.all_reduce, self.collective, self.weight_ranks))
 
     def _check_shares(self) -> None:
         """Reduce shares to lowest terms, and refuse keys that need equal samples on all replicas."""
@@ -455,10 +475,16 @@ class Layout:
                 words[key] = int(value)
             else:
                 words[key] = value
-        return cls(**words, actions=actions_of(str(words.get("schedule", "")), files))  # type: ignore[arg-type]
+        texts = {
+            "actions": actions_of(str(words.get("schedule", "")), files),
+            "collective": collective_text_of(str(words.get("all_reduce", "")), files),
+        }
+        return cls(**words, **texts)  # type: ignore[arg-type]
 
 
-KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions", "begins"))  # those that a person writes
+KEYS = tuple(
+    one.name for one in fields(Layout) if one.name not in ("grid", "actions", "collective", "begins")
+)  # those that a person writes
 DEFAULTS = {one.name: one.default for one in fields(Layout)}
 
 

@@ -160,7 +160,8 @@ class Plan:
     @property
     def all_reduce(self) -> AllReduceChoices:
         """Return the all-reduce algorithms for gradients, by bytes."""
-        return self.sums if self.layout.all_reduce == AUTO else AllReduceChoices(default=self.layout.all_reduce)
+        layout = self.layout
+        return self.sums if layout.all_reduce == AUTO else AllReduceChoices(default=layout.all_reduce, text=layout.collective)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError, LayoutError, ShardwiseError, UsageErro
 from shardwise.plan.data_context_splits import SplitPrice, Splits
 from shardwise.plan.ir.axis import BRANCH, CHANNEL, axis_of
 from shardwise.plan.ir.choice import AllReduceChoices
+from shardwise.plan.ir.custom_collective import collective_text_of
 from shardwise.plan.ir.custom_schedule import actions_of
 from shardwise.plan.ir.grid import GRID_AXES, TENSOR
 from shardwise.plan.ir.patterns import expand_sites, shorten_sites
@@ -139,6 +140,12 @@ def format_plan(plan: Plan) -> str:
             "",
             "[schedules]  # text of the schedule, a line a rank; this is what runs, whatever is in the file by now",
             f"{quote_key(plan.layout.schedule)} = {_multiline_string(plan.layout.actions)}",
+        ]
+    if plan.layout.collective:
+        lines += [
+            "",
+            "[collectives]  # text of the all-reduce, a line a rank; this is what runs, whatever is in the file by now",
+            f"{quote_key(plan.layout.all_reduce)} = {_multiline_string(plan.layout.collective)}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -287,11 +294,13 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     }
     layout, sharded, search = top.table("layout"), top.table("shards", {}), top.table("search", {})
     prediction, sums, schedules = top.table("prediction", {}), top.table("sums", {}), top.table("schedules", {})
+    collectives = top.table("collectives", {})
     values["splits"] = _read_splits(top.table("splits", {}))
     top.finish()
     words = {one.name: layout.take(one.name, str(one.type), one.default) for one in _FIELDS}
     layout.finish()
-    files = _read_schedule_files(schedules, words["schedule"])
+    files = _read_action_files(schedules, "schedule", words["schedule"])
+    collective_files = _read_action_files(collectives, "all_reduce", words["all_reduce"])
     for axis in sharded.data:
         if axis not in SHARD_AXES:
             raise sharded.error(axis, f"[shards.{axis}] names no axis that cuts parameters; known: {', '.join(SHARD_AXES)}")
@@ -305,18 +314,19 @@ def parse_plan(text: str, source: str = "plan.toml") -> Plan:
     sums.finish()
     try:
         values["sums"] = AllReduceChoices.parse(chosen)
-        return Plan(layout=Layout(**words, actions=actions_of(words["schedule"], files)), **values)
+        texts = {"actions": actions_of(words["schedule"], files), "collective": collective_text_of(words["all_reduce"], collective_files)}
+        return Plan(layout=Layout(**words, **texts), **values)  # type: ignore[arg-type]
     except ShardwiseError as error:
         raise type(error)(f"{source}: {error}") from None
 
 
-def _read_schedule_files(table: _PlanTable, schedule: str) -> dict[str, str]:
-    """Return the texts of files of actions by name: none but that of the layout's `schedule`."""
+def _read_action_files(table: _PlanTable, key: str, chosen: str) -> dict[str, str]:
+    """Return the texts of files of actions by name: none but the one that the layout's `key` has `chosen`."""
     files = {name: table.take(name, "str") for name in table.data}
     for name in files:
-        if name != schedule:
-            chosen = f"[layout] schedule = {quote_string(schedule)}"
-            raise table.error(name, f"[schedules] has {quote_string(name)}, and {chosen}; set that, or remove the table")
+        if name != chosen:
+            found = f"[layout] {key} = {quote_string(chosen)}"
+            raise table.error(name, f"[{table.path[-1]}] has {quote_string(name)}, and {found}; set that, or remove the table")
     return files
 
 

@@ -15,6 +15,7 @@ from shardwise.plan.microbatches import replica_sizes
 from shardwise.plan.plan import MemoryBreakdown, Plan, Prediction
 from shardwise.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
+SMALL_BYTES, SMALL_PART = 16 << 20, 0.05  # below them a difference of memory is given in bytes: a ratio of little says nothing
 MIN_SHARE = 1e-9  # shares of a step below this are rounding errors
 PARTS = tuple(field.name for field in fields(MemoryBreakdown))
 
@@ -217,13 +218,25 @@ def _first_names(names: tuple[str, ...], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def _format_difference(predicted: float, measured: float, total: float) -> str:
+    """Format a difference of memory: in per cent of what is measured, or in bytes where that is little or a small part of the total.
+
+    >>> _format_difference(1.1 * 2**30, 2**30, 2**30), _format_difference(2**20, 1024, 8192), _format_difference(0, 0, 2**30)
+    ('+10.0%', '+1023 KiB', '')
+    """
+    if measured >= max(SMALL_BYTES, SMALL_PART * total):
+        return f"{predicted / measured - 1:+.1%}"
+    sign = "+" if predicted > measured else "-"
+    return f"{sign}{format_bytes(abs(predicted - measured))}" if round(predicted) != round(measured) else ""
+
+
 def measured_memory_table(measured: Mapping[str, float], predicted: MemoryBreakdown | None) -> TextTable:
     """Tabulate measured and predicted peak memory of the fullest device by part, the prediction without its margin."""
     rows = []
     for part, size in measured.items():
         expected = None if predicted is None else predicted.total - predicted.margin if part == "total" else getattr(predicted, part)
         shown = "" if expected is None else format_bytes(expected)
-        off = f"{expected / size - 1:+.1%}" if expected is not None and size else ""
+        off = "" if expected is None else _format_difference(expected, size, measured.get("total", size))
         rows.append((part, shown, format_bytes(size), off))
-    note = "each the most of any rank and moment; predicted without the margin"
+    note = "each the most of any rank and moment; predicted without the margin; small differences in bytes"
     return TextTable("Memory of the fullest device", ("", "predicted", "measured", "difference"), tuple(rows), right=(1, 2, 3), note=note)

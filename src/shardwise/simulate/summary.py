@@ -77,16 +77,15 @@ class MicrobatchTimes:
 class Summary:
     """Figures of a schedule.
 
-    `bubble` is counted within the ranks' own windows (`shardwise.simulate.summary`), `utilisation` of the total time: if ranks
-    start and
-    end together they add up to 1. `peak_in_flight` and `weights_held` are by rank, in units of one rank's share of the model: with two
-    stages per rank each counts half.
+    `bubble` is the idle fraction of all ranks' time, as of every timeline; `bubble_in_window` that within the ranks' own windows (Qi et
+    al.): they differ where ranks start and end one after another. `peak_in_flight` and `weights_held` are by rank, in units of one rank's
+    share of the model: with two stages per rank each counts half.
     """
 
     timeline: Timeline
     time: float
     bubble: float
-    utilisation: float
+    bubble_in_window: float
     peak_in_flight: tuple[float, ...]
     weights_held: tuple[float, ...]
 
@@ -111,8 +110,8 @@ def summarize_schedule(program: Program, times: MicrobatchTimes, chunks: int = 1
     return Summary(
         timeline,
         timeline.total_s,
+        timeline.bubble,
         bubble_in_window(timeline),
-        1 - timeline.bubble,
         tuple(_share_of_rank(count, chunks) for count in in_flight(program)),
         tuple(_share_of_rank(len(stages), chunks) for stages in program.stages_of),
     )

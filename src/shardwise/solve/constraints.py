@@ -70,7 +70,9 @@ def parse_constraints(text: str) -> tuple[Constraint, ...]:
         UsageError: a word that is no constraint, an unknown key (names the nearest), a value of the wrong type.
         Infeasible: constraints on one key that no value meets, by name.
     """
-    types = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "shares", "actions")} | {"ranks": "int"}
+    types = {f.name: f.type for f in fields(Layout) if f.name not in ("grid", "inner", "shares", "actions", "collective")} | {
+        "ranks": "int"
+    }
     constraints: list[Constraint] = []
     for word in text.replace(",", " ").split():
         match = _CONSTRAINT.fullmatch(word)

@@ -66,6 +66,7 @@ def explain_choices(
     rows.append(("bound", describe_bound(step, step / bound_s - 1 if bound_s else None, by_hand)))
     if by_hand:
         return (*rows, ("layout", "given by hand; nothing else was tried"))
+    compared_keys: dict[str, str] = {}  # of what was said once, the key that it was said of
     for key in EXPLAINED_KEYS:
         if key == "segment":
             rows += _explain_segment(layout, prediction, candidates, refused)
@@ -80,16 +81,27 @@ def explain_choices(
             compared = [c for c in candidates if (c.layout.tensor, not c.layout.grid) == (layout.tensor, bool(layout.grid))]
         alternative = next((c for c in compared if getattr(c.layout, key) != chosen and c.prediction is not None), None)
         if alternative is not None and alternative.prediction is not None:
-            rows.append((key, _compare_with(key, layout, parts, step, alternative)))
+            compared_by = compared_keys.setdefault(str(alternative.layout), key)
+            rows.append((key, _compare_with(key, layout, parts, step, alternative, "" if compared_by == key else compared_by)))
             continue
         if key in ("grid", "inner"):
             continue
         barred = next((c for c in refused if getattr(c.layout, key) != chosen and c.note), None)
         if barred is not None:
-            rows.append((key, f"{key}={chosen}: nothing else was priced and fits. The nearest: {barred.note.partition(';')[0]}"))
-    have = cluster.memory_of(layout.num_ranks)
-    rows.append(("memory", f"{format_bytes(prediction.memory.total)} of {format_bytes(have)} on the fullest device"))
+            note = barred.note.partition(";")[0]
+            compared_by = compared_keys.setdefault(note, key)
+            nearest = f"The nearest: {note}" if compared_by == key else f"The nearest is that of {compared_by}"
+            rows.append((key, f"{key}={chosen}: nothing else was priced and fits. {nearest}"))
+    rows.append(("memory", f"{format_bytes(prediction.memory.total)} {_describe_capacity(layout, cluster)}"))
     return tuple(rows)
+
+
+def _describe_capacity(layout: Layout, cluster: Cluster) -> str:
+    """Describe what devices have; in a mixed cluster each kind's own, which a stage on it is held to."""
+    if cluster.parts and layout.pipeline > 1:
+        own = ", ".join(f"{part.name} {format_bytes(part.memory_of(layout.num_ranks))}" for part in cluster.parts)
+        return f"on the fullest device, each held to what it has itself: {own}"
+    return f"of {format_bytes(cluster.memory_of(layout.num_ranks))} on the fullest device"
 
 
 def _explain_segment(
@@ -118,13 +130,17 @@ def _format_key(key: str, layout: Layout) -> str:
     return f"tensor={layout.grid or layout.tensor}" if key == "grid" else f"{key}={getattr(layout, key)}"
 
 
-def _compare_with(key: str, layout: Layout, parts: dict[str, float], step: float, other: LayoutCandidate) -> str:
+def _compare_with(key: str, layout: Layout, parts: dict[str, float], step: float, other: LayoutCandidate, compared_by: str) -> str:
+    """Compare the choice of a key with the best plan of another value; `compared_by`: the key whose row has compared this plan already."""
     assert other.prediction is not None
     seconds = other.prediction.step_time_s
     ratio = seconds / step
     name, words = STEP_PART_OF_KEY[key]
     other_s = dict(other.prediction.parts).get(name, 0.0)
-    text = f"{_format_key(key, layout)}: the best priced plan with {_format_key(key, other.layout)} takes {format_seconds(seconds)} a step"
+    text = f"{_format_key(key, layout)}: the best priced plan with {_format_key(key, other.layout)} "
+    text += f"is that of {compared_by}" if compared_by else f"takes {format_seconds(seconds)} a step"
+    if compared_by:
+        return text
     if ratio > 1.005:
         text += f", {ratio:.2f} times as long"
     elif ratio > 0.995:
@@ -139,6 +155,14 @@ def num_differences(one: Layout, other: Layout) -> int:
     recomputation differs."""
     derived = {"lend", "begins"} if one.recompute == other.recompute else {"lend", "begins", "segment"}
     return sum(f.name not in derived and getattr(one, f.name) != getattr(other, f.name) for f in fields(Layout))
+
+
+def distinct_candidates(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
+    """Return the candidates without those whose prediction is an earlier one's: the same plan under another name, whose keys do nothing."""
+    by_prediction: dict[object, LayoutCandidate] = {}
+    for candidate in candidates:
+        by_prediction.setdefault(candidate.prediction, candidate)
+    return list(by_prediction.values())
 
 
 def select_shown(candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:

@@ -50,13 +50,12 @@ from shardwise.solve.checks import check_layers, check_layout, check_priced, num
 from shardwise.solve.constraints import Constraint, constraints_for_samples, parse_constraints
 from shardwise.solve.infeasible import infeasible_error
 from shardwise.solve.moves.all_reduce_choice import choose_gradient_all_reduce, explain_all_reduce
-from shardwise.solve.reasons import explain_choices, num_differences, select_shown
-from shardwise.solve.score import OBJECTIVES, least_synchronized, score_plan
+from shardwise.solve.reasons import distinct_candidates, explain_choices, num_differences, select_shown
+from shardwise.solve.score import check_objective, score_plan, simplest_plan
 from shardwise.solve.space import SearchSpace
 from shardwise.units import format_seconds
 
 __all__ = [
-    "OBJECTIVES",
     "PricedLayout",
     "check_layers",
     "check_layout",
@@ -98,8 +97,7 @@ def search(  # noqa: PLR0913
         start_s = time.perf_counter()
         if batch_size < 1:
             raise UsageError(f"a batch of {batch_size} samples; use 1 or more")
-        if objective not in OBJECTIVES:
-            raise UsageError(f"unknown objective {objective}; use one of {', '.join(OBJECTIVES)}")
+        check_objective(objective)
 
         def pricer_on(machines: Cluster) -> Pricer:
             return build_pricer(graph, machines, batch_size, optimizer_states, shards)
@@ -137,8 +135,8 @@ def _select_best(searched: BranchAndBound, objective: str, by_hand: bool) -> Pri
     """Select and prove the best plan, and sort the other priced layouts after it."""
     cluster, best = searched.pricer.cluster, searched.best
     assert best is not None
-    if not by_hand and objective == "time" and cluster.kind.shares_hosts:
-        best = least_synchronized(searched.timed_layouts, best)
+    if not by_hand:
+        best = simplest_plan(searched.timed_layouts, best, cluster, objective)
     _check_program(searched.pricer, best)
     searched.timed_layouts.sort(key=lambda p: (p is not best, *score_plan(p, cluster, objective)))
     return best
@@ -147,7 +145,7 @@ def _select_best(searched: BranchAndBound, objective: str, by_hand: bool) -> Pri
 def _plan(searched: BranchAndBound, best: PricedLayout, model: str, elsewhere: str | None, by_hand: bool) -> Plan:
     pricer, cluster = searched.pricer, searched.pricer.cluster
     priced = {p.layout: p for p in reversed(searched.timed_layouts)}  # each layout once
-    candidates = [LayoutCandidate(p.layout, p.prediction) for p in reversed(priced.values())]
+    candidates = distinct_candidates([LayoutCandidate(p.layout, p.prediction) for p in reversed(priced.values())])
     refused = sorted(
         searched.refused_candidates,
         key=lambda c: (num_differences(c.layout, best.layout), c.prediction.step_time_s if c.prediction else float("inf")),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shardwise.errors import UsageError, did_you_mean
-from shardwise.plan.ir.choice import AUTO, NAMES, AllReduceChoices
+from shardwise.plan.ir.choice import AUTO, NAMES, SYNONYMS, AllReduceChoices
 from shardwise.plan.ir.program import Program
 from shardwise.world import private
 from shardwise.world.comm.all_reduce import CollectiveDispatcher
@@ -25,7 +25,6 @@ from shardwise.world.comm.group import Group
 from shardwise.world.comm.worker import BackgroundWorker
 from shardwise.world.world import World
 
-SYNONYMS = {"butterfly": "halving_doubling"}
 AUTO_ALGORITHM = "hierarchical"  # native on one host; between several it makes the best use of each host's memory
 
 

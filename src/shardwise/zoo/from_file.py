@@ -22,7 +22,7 @@ from torch import nn
 from shardwise.capture.initialization import DeferredInit, FactoryLosses, materialize_loss
 from shardwise.capture.nesting import named_leaves, replace_leaves
 from shardwise.errors import ModelError, format_error
-from shardwise.zoo.names import suggest_nearest
+from shardwise.zoo.listing import suggest_nearest
 from shardwise.zoo.resolved import Loss, ResolvedModel
 
 

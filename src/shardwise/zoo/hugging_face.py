@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.errors import ModelError, format_error
 from shardwise.plan.ir.toml_text import parse_json
 from shardwise.zoo import shared_layers
-from shardwise.zoo.names import suggest_nearest
+from shardwise.zoo.listing import suggest_nearest
 from shardwise.zoo.resolved import ResolvedModel
 
 _WEIGHTS = "*.safetensors"

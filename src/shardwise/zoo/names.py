@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.errors import ModelError, did_you_mean
+from shardwise.errors import ModelError
 from shardwise.zoo import (
     amoebanet,
     bert,
@@ -29,6 +29,7 @@ from shardwise.zoo import (
     unet3d,
     vit,
 )
+from shardwise.zoo.listing import suggest_nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,6 @@ def find(text: str, sequence: int | None = None) -> tuple[Family, Any]:
             raise ModelError(f"--sequence {sequence} does not apply to {name}, which has no sequence; leave it out")
         changes["sequence"] = sequence
     return family, replace(config, **changes) if changes else config
-
-
-def suggest_nearest(word: str, words: Iterable[str], fallback: str | None = None) -> str:
-    """Return the end of an error message: `; did you mean a or b?`, or without a close match `fallback` (default: all known words)."""
-    words = sorted(words)
-    known = f"; known: {', '.join(words)}" if fallback is None else fallback
-    return did_you_mean(word, words, cutoff=0.6, count=3, form="; {}") or known
 
 
 def _parse_arguments(name: str, config: Any, text: str) -> dict[str, Any]:

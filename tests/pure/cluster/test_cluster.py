@@ -31,6 +31,14 @@ PROMISED = [
     "a2-highgpu-8g",
     "a3-megagpu-8g",
     "cpu-2",
+    "rtx-3090-2",
+    "rtx-4090-4",
+    "rtx-5090",
+    "rtx-a6000-2",
+    "g6.12xlarge",
+    "g6e.48xlarge",
+    "g4dn.12xlarge",
+    "g5.48xlarge",
 ]
 
 
@@ -63,6 +71,14 @@ DATASHEETS = {
     "GB200": (2500, 186, 8000),
     "GB300": (2500, 288, 8000),
     "GH200-96": (989, 96, 4000),
+    "RTX-3090": (71, 24, 936),
+    "RTX-4090": (165.2, 24, 1008),
+    "RTX-5090": (209.5, 32, 1792),
+    "RTX-A6000": (154.8, 48, 768),
+    "L4": (121, 24, 300),
+    "L40S": (362, 48, 864),
+    "T4": (65, 16, 320),
+    "A10G": (70, 24, 600),
     "MI250X-GCD": (191.5, 64, 1638),
     "MI300X": (1307, 192, 5300),
     "TPU-v5e": (197, 16, 819),
@@ -89,7 +105,7 @@ def test_figures_are_of_the_right_order() -> None:
         assert peak.get("float64", 0) <= peak["float32"] <= half, name
         if device["kind"] != "cpu":
             assert 10e9 < device["memory_bytes"] < 300e9, name
-            assert 0.5e12 < device["memory_bandwidth_bytes_per_s"] < 10e12, name
+            assert 0.25e12 < device["memory_bandwidth_bytes_per_s"] < 10e12, name
             # FLOPs a byte of any accelerator at half precision.
             assert 50 < half / device["memory_bandwidth_bytes_per_s"] < 1000, name
         else:  # one core
@@ -106,9 +122,9 @@ def test_figures_are_of_the_right_order() -> None:
         device = DATA["device"][node["device"]]
         assert device["kind"] == "cpu" or inner["bandwidth_bytes_per_s"] > share, name
         if device["kind"] != "cpu":
-            # Dollars and watts of one device: from the cheapest TPU to a rack of 72.
-            assert 1 <= node.get("price_per_hour", 8 * node["size"]) / node["size"] <= 15, name
-            assert 200 <= node.get("power_w", 500 * node["size"]) / node["size"] <= 2000, name
+            # Dollars and watts of one device: from a T4 to a rack of 72.
+            assert 0.5 <= node.get("price_per_hour", 8 * node["size"]) / node["size"] <= 15, name
+            assert 100 <= node.get("power_w", 500 * node["size"]) / node["size"] <= 2000, name
         else:
             assert 3 <= node["power_w"] / node["size"] <= 20, name
 

@@ -14,6 +14,7 @@ from shardwise.errors import ProgramError, UsageError
 from shardwise.plan.ir.action import Recv, Send
 from shardwise.plan.ir.check import check
 from shardwise.plan.ir.program import Program, Value
+from shardwise.plan.layout import Layout
 from shardwise.simulate.messages import Traffic, Wire, deliver_messages, num_steps
 
 POWERS_ONLY = ("halving", "doubling")
@@ -41,6 +42,15 @@ def test_every_algorithm_is_proven_for_1_to_33_ranks(collective: str, name: str)
     for num_ranks in range(1, 34):
         for sizes in programs(name, num_ranks):
             check(build(collective, name, sizes))
+
+
+def test_a_butterfly_is_recursive_doubling_which_moves_n_m_log_n_bytes() -> None:
+    program = build("all_reduce", "butterfly", 8)
+    assert traffic(program).total_bytes == pytest.approx(8 * log2(8))
+    assert str(Layout.parse("data=8 all_reduce=butterfly")) == str(Layout.parse("data=8 all_reduce=recursive_doubling"))
+    assert traffic(build("all_reduce", "halving_doubling", 8)).total_bytes != pytest.approx(8 * log2(8))
+    with pytest.raises(UsageError, match="no algorithm butterfly"):
+        build("all_gather", "butterfly", 8)
 
 
 @pytest.mark.parametrize("n", range(1, 34))

@@ -45,7 +45,7 @@ def test_two_stages_a_rank_count_half_each() -> None:
     assert found.peak_in_flight == (5.5, 4.5, 3.5, 2.5)
     assert found.weights_held == (1, 1, 1, 1)
     v = summarize_schedule(build("zb-v", 8, 8), MicrobatchTimes(1, 1, 1), chunks=2)
-    assert (v.time, v.bubble, v.peak_in_flight) == (24 + 1.5, 0, (4, 4, 4, 4))
+    assert (v.time, v.bubble_in_window, v.peak_in_flight) == (24 + 1.5, 0, (4, 4, 4, 4))
 
 
 def test_replicas_hold_two_stages_and_their_exchange_takes_nothing() -> None:

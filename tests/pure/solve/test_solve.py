@@ -38,7 +38,7 @@ from shardwise.solve.bounds import base_lower_bound_s, layout_lower_bound_s
 from shardwise.solve.checks import num_blocks, num_experts
 from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.infeasible import infeasible_error
-from shardwise.solve.score import least_synchronized
+from shardwise.solve.score import simplest_plan
 from shardwise.solve.search import check_layout, price, search, simulate_time
 from shardwise.solve.space import SearchSpace, divisors_of, iterate_layouts
 from shardwise.solve.uncaptured import plan_without_graph
@@ -491,8 +491,8 @@ def test_zero_bubble_is_searched_on_gpus_and_others_where_they_are_asked_for() -
     assert (plan.layout.schedule, plan.layout.pipeline) == ("chimera", 4)
 
 
-def test_on_processors_the_calmest_of_equal_plans_is_chosen() -> None:
-    """Tensor ranks meet in every layer: for less than a fiftieth of the step they are not chosen, and for more they are."""
+def test_the_simplest_of_plans_about_as_fast_is_chosen() -> None:
+    """Tensor ranks meet in every layer: within a fiftieth of the step (CPUs) or a hundredth (GPUs) they are not chosen."""
     one = price(Pricer(gpt(2), NODE, 8), Layout())
 
     def timed(layout: Layout, seconds: float) -> PricedLayout:
@@ -500,10 +500,26 @@ def test_on_processors_the_calmest_of_equal_plans_is_chosen() -> None:
 
     tensor, sharded = timed(Layout(tensor=2), 1.0), timed(Layout(data=2, zero=2), 1.005)
     near, far, alone = timed(Layout(data=2), 1.015), timed(Layout(data=2), 1.03), timed(Layout(), 1.018)
-    assert least_synchronized([sharded, near, alone, tensor], tensor) is near
-    assert least_synchronized([sharded, far, tensor], tensor) is sharded
-    assert least_synchronized([far, tensor], tensor) is tensor
-    assert least_synchronized([], tensor) is tensor
+    assert simplest_plan([sharded, near, tensor], tensor, NODE, "time") is near
+    assert simplest_plan([sharded, near, alone, tensor], tensor, NODE, "time") is alone
+    assert simplest_plan([sharded, far, tensor], tensor, NODE, "time") is sharded
+    assert simplest_plan([far, tensor], tensor, NODE, "time") is tensor
+    assert simplest_plan([], tensor, NODE, "time") is tensor
+    assert simplest_plan([sharded, near, tensor], tensor, GPUS, "time") is sharded
+    assert simplest_plan([near, tensor], tensor, GPUS, "time") is tensor
+    assert simplest_plan([near, alone, tensor], tensor, GPUS, "cost") is alone  # one rank, by device hours
+    assert simplest_plan([sharded, near, tensor], tensor, NODE, "memory") is tensor
+
+
+def test_no_candidate_is_the_chosen_plan_under_another_name_and_no_sentence_is_repeated() -> None:
+    plan = search(gpt(2), GPUS, 8, "gpt")
+    predictions = [c.prediction for c in plan.candidates if c.prediction is not None and not c.note]
+    assert len(predictions) > 3
+    assert all(a != b for i, a in enumerate(predictions) for b in predictions[:i])
+    sentences = [text.partition(": ")[2].partition(" takes ")[2] for _, text in plan.reasons]
+    said = [text for text in sentences if text]
+    assert len(said) > 2
+    assert len(said) == len(set(said))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])

@@ -112,6 +112,21 @@ def test_each_stage_is_held_to_the_memory_of_its_own_part() -> None:
         search(graph, unlike((FAST, small)), 16, "gpt", layout=layout)
 
 
+def test_cards_of_24_and_12_gb_are_each_filled_to_their_own() -> None:
+    """The model fits no two cards of 12 GB in halves; with one of 24 GB the plan gives that one more layers, and says both sizes."""
+    part = Cluster.parse("rtx-3090")
+    small = replace(part, name="small", device=replace(part.device, memory_bytes=12.88e9))
+    graph = gpt(24, hidden=2048, heads=16, sequence=512, vocabulary=51200, batch=8)
+    mixed = mix_clusters("both", [replace(part, name="big"), small], part.levels[0].link)
+    wanted = "precision=bfloat16 pipeline=2 recompute=none offload=none zero=0"
+    plan = search(graph, mixed, 8, "gpt", wanted)
+    assert plan.prediction is not None
+    assert small.device.memory_bytes < plan.prediction.memory.total <= part.device.memory_bytes
+    assert "big 24.0 GiB, small 12.0 GiB" in dict(plan.reasons)["memory"]
+    with pytest.raises(Infeasible):
+        search(graph, mix_clusters("both", [small, replace(small, name="other")], part.levels[0].link), 8, "gpt", wanted)
+
+
 def test_large_models_are_cut_within_nodes_and_piped_between_them() -> None:
     """Narayanan et al. 2021, takeaway 1: tensor parallelism up to the node's size, the pipeline across nodes."""
     graph = gpt(24, hidden=8192, heads=64, sequence=1024, vocabulary=51200, batch=256)

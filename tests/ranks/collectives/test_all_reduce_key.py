@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from shardwise.world.comm.levels import HierarchicalReducer
 from shardwise.world.comm.running import ProgramRunner
 from shardwise.world.world import World
 
+TWO_RINGS = Path(__file__).parents[3] / "examples" / "two_rings.txt"
 WIDTH = 12  # of which 2, 3 and 4 are divisors: batches divide by as many ranks
 
 
@@ -86,6 +88,12 @@ def test_every_algorithm_equals_the_serial_model(ranks: Any, data: int) -> None:
         for name, seen in zip(NAMES, every, strict=True):
             # On one host the two levels are one, which is the transport's own.
             assert (seen.get(f"all_reduce {name}", 0) > 0) == (name not in ("native", "hierarchical")), (name, seen)
+
+
+def test_an_all_reduce_of_ones_own_equals_the_serial_model(ranks: Any) -> None:
+    """From its text, as `all_reduce=FILE` reads it: examples/two_rings.txt, of four ranks."""
+    for (seen,) in ranks(checked, 4, f"data=4 all_reduce={TWO_RINGS}"):
+        assert seen[f"all_reduce {TWO_RINGS}"] > 0
 
 
 def test_zero_scatters_and_gathers_by_the_algorithm(ranks: Any) -> None:

@@ -22,7 +22,7 @@ from shardwise.world.shared_memory import segment
 from shardwise.world.world import World
 
 NAMES = (
-    "auto", "native", "butterfly", "ring", "tree", "double_tree", "recursive_doubling", "naive", "parameter_server", "hierarchical",
+    "auto", "native", "butterfly", "ring", "tree", "double_tree", "halving_doubling", "naive", "parameter_server", "hierarchical",
 )  # fmt: skip
 FIRST_BUCKET_MB = 0.0005  # of several
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.errors import RunError, UsageError
+from shardwise.errors import RankError, RunError, UsageError
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.world.comm.group import Group
-from shardwise.world.comm.pending import LostPeer
+from shardwise.world.comm.pending import LostPeer, _describe_users_call
 from shardwise.world.comm.runner import runner_of
 from shardwise.world.recorder import CollectiveRecorder
 from shardwise.world.world import World
@@ -170,3 +170,19 @@ def test_a_group_and_its_runner_of_collectives_end_together() -> None:
     del group
     gc.collect()
     assert seen() is None
+
+
+def alone(world: World) -> None:
+    world.world_group.barrier()
+    if world.rank == 0:
+        world.world_group.all_reduce(torch.ones(3))
+
+
+def test_a_call_of_one_rank_alone_is_named_by_the_users_line(ranks: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(alone, 2)
+    said = str(caught.value)
+    assert "every rank must run test_group_edges.py:" in said
+    assert "`world.world_group.all_reduce(torch.ones(3))`" in said
+    assert "rank 1 had returned" in said
+    assert _describe_users_call(None) == ""  # a thread of the library's own has no line of the user's

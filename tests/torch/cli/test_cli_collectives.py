@@ -140,3 +140,14 @@ def test_pictures(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_bad_input(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["collectives", *words]) == 2
     assert said in capfd.readouterr().err
+
+
+def test_a_collective_of_ones_own_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "swap.txt"
+    file.write_text("all_reduce\nrank 0: chunk(0)>1 chunk(0)+<1\nrank 1: chunk(0)>0 chunk(0)+<0\n")
+    found = answer(["draw", str(file), "-o", str(tmp_path / "swap.svg")], capfd)
+    assert (found["collective"], found["ranks"], found["messages"], found["steps"]) == ("all_reduce", 2, 2, 1)
+    assert "<svg" in (tmp_path / "swap.svg").read_text()
+    file.write_text("all_reduce\nrank 0: chunk(0)>1 chunk(0)<1\nrank 1: chunk(0)>0 chunk(0)+<0\n")
+    assert "chunk(0)" in answer(["draw", str(file)], capfd, 4)["error"]
+    assert "leave --ranks out" in answer(["draw", str(file), "--ranks", "2"], capfd, 2)["error"]

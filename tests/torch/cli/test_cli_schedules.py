@@ -61,15 +61,25 @@ def test_times_and_bubbles_are_those_of_the_closed_forms(
 ) -> None:
     found = answer(capfd, "schedule", name, *SIZES, "--times", times)
     assert found["time"] == pytest.approx(time)
-    assert found["bubble"] == pytest.approx(bubble)
-    if name not in ("zb-h2", "zb-v"):
-        assert found["utilisation"] == pytest.approx(1 - bubble)
+    assert found["bubble_in_window"] == pytest.approx(bubble)
+    busy = 24 if "w=1" in times or times == "f=1,b=2" else 16  # 8 microbatches of each rank's work
+    assert found["bubble"] == pytest.approx(1 - busy / time)  # one meaning in every verb: the idle share of all ranks' time
+    assert found["utilisation"] == pytest.approx(1 - found["bubble"])
+
+
+def test_schedules_and_simulate_mean_the_same_by_a_bubble(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A schedule's timeline, compared with itself, has the bubble that the table of schedules shows."""
+    rows = {row["schedule"]: row for row in answer(capfd, "schedules", *SIZES, "--times", "f=1,b=1,w=1")["schedules"]}
+    for name in ("1f1b", "zb-h2", "zb-v"):
+        file = str(tmp_path / f"{name}.json")
+        answer(capfd, "schedule", name, *SIZES, "--times", "f=1,b=1,w=1", "-o", file)
+        assert answer(capfd, "compare", file, file)["bubble"] == pytest.approx([rows[name]["bubble"]] * 2)
 
 
 def test_the_published_bubble_of_zb_h2(capfd: pytest.CaptureFixture[str]) -> None:
     """Qi et al., ICLR 2024, tables 5 and 6: 6.2 B parameters, 8 stages, 24 microbatches."""
     words = ["schedule", "zb-h2", "--stages", "8", "--microbatches", "24", "--times", "f=29.718,b=29.444,w=19.927,c=0.527"]
-    assert round(answer(capfd, *words)["bubble"], 4) == 0.0698
+    assert round(answer(capfd, *words)["bubble_in_window"], 4) == 0.0698
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "chimera"])
@@ -100,7 +110,6 @@ def test_computes_alone_are_completed(tmp_path: Path, capfd: pytest.CaptureFixtu
         ("0B0 0F0\n1F0 1B0", "write 0F0 of rank 0, at step 1, before 0B0 at step 0: it can run"),
         ("0F0\n1F0 1B0", "stage 0 has no backward on microbatch 0; write 0B0 on rank 0, after 0F0"),
         ("rank 0: 0F0 0B0 0B0", "rank 0 step 2: 0B0, and rank 0 has 0B0 at step 1; leave one of them out"),
-        ("rank 0: 0F0 0X0", "line 1: action '0X0'"),
         ("rank 0: chunk(0)>1\nrank 1: chunk(0)<0\ngiven 0: chunk(0)=0", "does not say what must hold at the end"),
     ],
 )
@@ -111,7 +120,20 @@ def test_what_is_wrong_is_refuted_with_its_place(text: str, reason: str, tmp_pat
     assert found["proven"] is False
     assert reason in found["reason"]
     assert run(["check", str(file)]) == 4
-    assert "refuted: " in capfd.readouterr().err
+    assert f"refuted: {file}: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "reason"), [("rank 0: 0F0 0X0", "line 1: action '0X0'"), ("rank 1: 0F0 0B0", "no line for rank 0")])
+def test_text_that_cannot_be_read_is_wrong_use_of_a_file_that_is_named(
+    text: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(text)
+    assert answer(capfd, "check", str(file), code=2)["reason"].startswith(f"{file}: {reason}")
+    assert run(["check", str(file)]) == 2
+    said = capfd.readouterr().err
+    assert f"shardwise: {file}: {reason}" in said
+    assert "refuted" not in said
 
 
 @pytest.mark.parametrize(

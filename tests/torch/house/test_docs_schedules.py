@@ -33,7 +33,7 @@ def test_the_table_is_what_the_programs_give() -> None:
     assert [name for name in rows if name in SCHEDULES] == SHOWN
     for name in SHOWN:
         found = summary(name)
-        cells = [f"{found.time:g}", format_percent(found.bubble), format_percent(found.utilisation)]
+        cells = [f"{found.time:g}", format_percent(found.bubble), format_percent(found.bubble_in_window)]
         cells += [f"{max(found.peak_in_flight):g}", f"{max(found.weights_held):g}"]
         assert rows[name].split(" | ") == cells, name
 

@@ -8,7 +8,7 @@ what an algorithm costs (`shardwise.cost`), and between which ranks.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shardwise.errors import LayoutError, did_you_mean
@@ -19,6 +19,7 @@ ALGORITHMS = (
     "parameter_server", "naive", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "hierarchical",
 )  # fmt: skip
 NAMES = (NATIVE, *ALGORITHMS)
+SYNONYMS = {"butterfly": "recursive_doubling"}  # names of the literature: in a butterfly, ranks exchange whole tensors, bit by bit
 # Algorithms that are a reduce-scatter and an all-gather, with the names of these halves, which ZeRO runs separately.
 SCATTER_GATHER_HALVES = {"naive": ("naive", "naive"), "ring": ("ring", "ring"), "halving_doubling": ("halving", "doubling")}
 
@@ -43,8 +44,11 @@ class AllReduceChoices:
 
     rows: tuple[tuple[int, str], ...] = ()
     default: str = NATIVE
+    text: str = field(default="", repr=False)  # of the program of `default`, where that is a file (`plan/ir/custom_collective`)
 
     def __post_init__(self) -> None:
+        if self.text:
+            return
         for name in (*(name for _, name in self.rows), self.default):
             if name not in NAMES:
                 raise LayoutError(f"all_reduce={name} is unknown{did_you_mean(name, NAMES)}; use one of {', '.join(NAMES)}")

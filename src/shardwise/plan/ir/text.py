@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, TypedDict
 
-from shardwise.errors import ProgramError
+from shardwise.errors import ProgramError, ProgramTextError
 from shardwise.plan.ir.action import (
     Action,
     Compute,
@@ -102,7 +102,7 @@ def parse_program_fields(text: str) -> ProgramFields:
     """Parse the text form; `Program.parse` makes a program of the result.
 
     Raises:
-        ProgramError: a line, action, value or link that cannot be read; names the line.
+        ProgramTextError: a line, action, value or link that cannot be read; names the line.
     """
     lines = _ProgramParser()
     for number, raw in enumerate(text.splitlines(), 1):
@@ -111,8 +111,11 @@ def parse_program_fields(text: str) -> ProgramFields:
             if line:
                 lines.read_line(line)
         except ProgramError as error:
-            raise ProgramError(f"line {number}: {error}") from None
-    return lines.fields()
+            raise ProgramTextError(f"line {number}: {error}") from None
+    try:
+        return lines.fields()
+    except ProgramError as error:
+        raise ProgramTextError(str(error)) from None
 
 
 @dataclass

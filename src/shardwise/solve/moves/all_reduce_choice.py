@@ -59,6 +59,8 @@ def explain_all_reduce(cluster: Cluster, layout: Layout, choices: AllReduceChoic
     size = bucket_bytes or BUCKET_BYTES
     times = {name: call(size) for name, call in algorithm_times(cluster, group).items()}
     chosen = choices.algorithm_for(size) if layout.all_reduce == AUTO else layout.all_reduce
+    if layout.collective:
+        return f"{chosen}: your own, proven; it is priced as the library's own, and `shardwise collectives compare` times the others"
     if chosen not in times:
         return ""
     library_note = " (the library's own)" if chosen == NATIVE else ""

@@ -11,7 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shardwise.errors import LayoutError
 from shardwise.plan.ir.choice import NATIVE, SCATTER_GATHER_HALVES, AllReduceChoices
+from shardwise.plan.ir.custom_collective import custom_all_reduce, refuse_custom_all_reduce
 from shardwise.plan.ir.program import Program
 from shardwise.world.comm.group import Group
 from shardwise.world.comm.levels import HIERARCHICAL, HierarchicalReducer
@@ -26,6 +28,8 @@ class CollectiveDispatcher:
     """Reductions of one group by `choices`. All members create it with equal arguments. `levels`: support two levels for any choices."""
 
     def __init__(self, group: Group, choices: AllReduceChoices, program_of: ProgramOf, levels: bool = False) -> None:
+        if choices.text and (reason := refuse_custom_all_reduce(choices.default, choices.text, group.size)):
+            raise LayoutError(reason)
         self._group, self._choices, self._program_of = group, choices, program_of
         self._built: dict[tuple[str, str], Program] = {}
         self._programs = ProgramRunner(runner_of(group))
@@ -74,5 +78,6 @@ class CollectiveDispatcher:
     def _built_program(self, collective: str, name: str) -> Program:
         key = (collective, name)
         if key not in self._built:
-            self._built[key] = self._program_of(collective, name, self._group.size)
+            text = self._choices.text
+            self._built[key] = custom_all_reduce(name, text) if text else self._program_of(collective, name, self._group.size)
         return self._built[key]

@@ -5,8 +5,13 @@ A transport reads memory: a tensor's elements must lie there in order, without l
 
 from __future__ import annotations
 
+import linecache
+import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +25,8 @@ from shardwise.world import recorder
 if TYPE_CHECKING:
     from shardwise.world.comm.group import Group
 
+# Folders of code that is not the user's program: shardwise, the standard library, whatever is installed.
+_OWN_CODE = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sys.prefix)
 DTYPES = {getattr(torch, name): code for code, name in enumerate(recorder.DTYPES) if code}
 Lengths = int | Sequence[int] | None  # full length of a dimension, lengths of its shards, or None for equal shards
 NARROW = (torch.bfloat16, torch.float16)
@@ -48,10 +55,22 @@ def is_peer_loss(error: BaseException) -> bool:
 def explain_transport_error(rank: int, last: object, error: BaseException) -> RunError:
     """Return a RunError (or LostPeer) for a transport's `error` in the `last` collective of `rank`."""
     text = str(error).split("\n")[0]
+    call = _describe_users_call(sys._getframe())
     if any(part in text for part in PEER_LOSS_MESSAGES):
-        return LostPeer(f"rank {rank} lost another rank in {last}: {text}")
+        return LostPeer(f"rank {rank} lost another rank in {last}: {text}{call}")
     remedy = "all ranks of a group must call the same collectives with matching shapes and dtypes"
-    return RunError(f"rank {rank} failed in {last}: {text}; {remedy}")
+    return RunError(f"rank {rank} failed in {last}: {text}; {remedy}{call}")
+
+
+def _describe_users_call(frame: FrameType | None) -> str:
+    """Describe the line of the user's program that led to a frame, which every rank must run; empty in threads of the library's own."""
+    while frame is not None and (frame.f_code.co_filename.startswith(_OWN_CODE) or not Path(frame.f_code.co_filename).is_file()):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    words = " ".join(linecache.getline(file, line).split())
+    return f"; every rank must run {Path(file).name}:{line}, `{words}`: leave it out of what one rank does alone, as under `if rank == 0`"
 
 
 class CollectiveWork:
