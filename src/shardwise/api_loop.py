@@ -115,9 +115,8 @@ def auto_parallelize(
         chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
         shard_module(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
-        set_data_coordinate(
-            DataParallelCoordinate(mesh.group(world.rank, *sample_axes(mesh.stage_axes)).index(world.rank), chosen.layout.data, world)
-        )
+        peers = mesh.group(world.rank, *sample_axes(mesh.stage_axes))
+        set_data_coordinate(DataParallelCoordinate(peers.index(world.rank), chosen.layout.data, world, peers))
 
     if model is None:
         return _divide_when_built(finish, world)

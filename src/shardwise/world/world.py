@@ -138,6 +138,7 @@ class World:
         self.pace = StepPace(self.recorder)
         self.recovery: RecoveryContext | None = None
         self.rendezvous: Rendezvous | None = None  # if an external launcher started the ranks
+        self.torch_ranks: tuple[int, ...] = ()  # of torch's default process group, if this world has initialized it
         self.failure_reason = ""  # why this world has failed
         self.previous_recorders: tuple[
             CollectiveRecorder, ...
@@ -278,6 +279,14 @@ class World:
         name = f"gathered/{self._num_exchanges}"
         self._store.set(f"{name}/{self.rank}", text)
         return [self._wait_for_key(f"{name}/{rank}").decode() for rank in range(self.num_ranks)]
+
+    def initialize_torch_distributed(self, ranks: tuple[int, ...], name: str) -> None:
+        """Initialize torch's default process group with `ranks`, in their order, for libraries that call `torch.distributed`."""
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        store = private.prefix_store(f"{name}/{','.join(map(str, ranks))}", self._store)
+        timeout = timedelta(seconds=self._timeout_s)
+        self.torch_ranks = ranks
+        dist.init_process_group(backend, store=store, rank=ranks.index(self.rank), world_size=len(ranks), timeout=timeout)
 
     def set_flag(self, what: str) -> None:
         """Set a flag that all ranks can read."""

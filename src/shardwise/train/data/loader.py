@@ -15,8 +15,10 @@ from shardwise.capture.nesting import map_tensors, with_sample_count
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import check_equal_shares, microbatch_sizes
+from shardwise.run.loop.replica_values import expose_replicas
 from shardwise.run.rank_agreement import check_batch_agrees
 from shardwise.train.data.sources import Batch, batch_size, take_rows
+from shardwise.world.launch.current import DataParallelCoordinate
 from shardwise.world.world import World
 
 _NUM_PREFETCHED = 2
@@ -98,6 +100,8 @@ class ShardedLoader:
         self.loader, self._where = loader, where
 
     def __iter__(self) -> Iterator[Batch]:
+        if isinstance(self._where, DataParallelCoordinate):
+            expose_replicas(self._where)
         return shard(self.loader, self._where)
 
     def __len__(self) -> int:
