@@ -116,6 +116,7 @@ def auto_parallelize(
         shard_module(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
         peers = mesh.group(world.rank, *sample_axes(mesh.stage_axes))
+        world.name_waits()
         set_data_coordinate(DataParallelCoordinate(peers.index(world.rank), chosen.layout.data, world, peers))
 
     if model is None:

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -139,6 +140,7 @@ class World:
         self.recovery: RecoveryContext | None = None
         self.rendezvous: Rendezvous | None = None  # if an external launcher started the ranks
         self.torch_ranks: tuple[int, ...] = ()  # of torch's default process group, if this world has initialized it
+        self.names_waits, self.store_wait_since_s, self.store_wait_rank = False, 0.0, 0  # for `world/launch/wait_notices`
         self.failure_reason = ""  # why this world has failed
         self.previous_recorders: tuple[
             CollectiveRecorder, ...
@@ -230,10 +232,24 @@ class World:
         """Return a store's value of `key`, once it is there. Raises LostPeer if a rank fails meanwhile."""
         store = self._store if store is None else store
         deadline = time.monotonic() + self._timeout_s
-        while not self._has_key(store, key, ASK_S, key):
-            if time.monotonic() > deadline:
-                raise LostPeer(f"Timed out after {self._timeout_s:g} s: no rank has set {key}, for which rank {self.rank} waits")
+        with self._waiting_in_store(int(digits) if (digits := key.rpartition("/")[2]).isdecimal() else 0):
+            while not self._has_key(store, key, ASK_S, key):
+                if time.monotonic() > deadline:
+                    raise LostPeer(f"Timed out after {self._timeout_s:g} s: no rank has set {key}, for which rank {self.rank} waits")
         return bytes(store.get(key))
+
+    @contextmanager
+    def _waiting_in_store(self, rank: int) -> Iterator[None]:
+        self.store_wait_since_s, self.store_wait_rank = time.monotonic(), min(rank, self.num_ranks - 1)
+        try:
+            yield
+        finally:
+            self.store_wait_since_s = 0.0
+
+    def name_waits(self) -> None:
+        """Name ranks that others wait for, from now on: a plain loop has begun."""
+        self.names_waits = True
+        self.recorder.name_waits()
 
     def write_heartbeat(self) -> None:
         """Write a heartbeat for the launcher; a thread of the rank does so automatically."""
@@ -282,11 +298,11 @@ class World:
 
     def initialize_torch_distributed(self, ranks: tuple[int, ...], name: str) -> None:
         """Initialize torch's default process group with `ranks`, in their order, for libraries that call `torch.distributed`."""
+        self.torch_ranks, store = ranks, private.prefix_store(f"{name}/{','.join(map(str, ranks))}", self._store)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        store = private.prefix_store(f"{name}/{','.join(map(str, ranks))}", self._store)
-        timeout = timedelta(seconds=self._timeout_s)
-        self.torch_ranks = ranks
-        dist.init_process_group(backend, store=store, rank=ranks.index(self.rank), world_size=len(ranks), timeout=timeout)
+        dist.init_process_group(
+            backend, timeout=timedelta(seconds=self._timeout_s), world_size=len(ranks), rank=ranks.index(self.rank), store=store
+        )
 
     def set_flag(self, what: str) -> None:
         """Set a flag that all ranks can read."""
@@ -352,11 +368,12 @@ class World:
             self._store.set(key, json.dumps(["", text]))
             return text
         deadline, what = time.monotonic() + self._timeout_s, "what rank 0 chooses"
-        while not self._has_key(self._store, key, min(ASK_S, deadline - time.monotonic()), what):
-            if self.recorder.has_ended(0) and not self._has_key(self._store, key, 0.0, what):  # it may have answered, and returned, since
-                raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
-            if time.monotonic() >= deadline:
-                raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")
+        with self._waiting_in_store(0):
+            while not self._has_key(self._store, key, min(ASK_S, deadline - time.monotonic()), what):
+                if self.recorder.has_ended(0) and not self._has_key(self._store, key, 0.0, what):  # it may have answered, and returned, since
+                    raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
+                if time.monotonic() >= deadline:
+                    raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")
         kind, text = json.loads(self._store.get(key))
         if kind:
             raise getattr(errors, kind, RunError)(text)
@@ -364,23 +381,17 @@ class World:
 
     def _has_key(self, store: Any, key: str, wait_s: float, what: str) -> bool:
         """Return whether a store has `key`, after at most `wait_s`. Raises LostPeer if a rank or the store fails during the wait."""
-        if self.rendezvous is None:  # a file on this host, which is cheap to poll
-            deadline = time.monotonic() + wait_s
+        deadline, pause_s = time.monotonic() + wait_s, CHECK_S
+        try:  # a store's own wait prints a warning of torch's when it times out
             while not store.check([key]):
                 if self._has_failed:
                     raise LostPeer(f"rank {self.rank} waits for {what}, and another rank has failed")
                 if time.monotonic() >= deadline:
                     return False
-                time.sleep(CHECK_S)
-            return True
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, wait_s)))
+                time.sleep(pause_s)
+                pause_s = CHECK_S if self.rendezvous is None else min(2 * pause_s, LOOK_S)  # a file on this host is cheap to poll
         except dist.DistNetworkError as error:
             raise LostPeer(f"rank {self.rank} waits for {what}, and lost the store: {error}; did rank 0 end?") from error
-        except RuntimeError as error:  # not there yet
-            if self._has_failed:
-                raise LostPeer(f"rank {self.rank} waits for {what}, and another rank has failed") from error
-            return False
         return True
 
     def _open(self, ranks: tuple[int, ...], connection: Connection) -> tuple[Any, str]:
