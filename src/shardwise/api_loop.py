@@ -4,6 +4,7 @@ optimizer."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.train.data.loader import ShardedLoader
 from shardwise.train.data.peek_first_batch import first_batch
 from shardwise.world.launch.current import DataParallelCoordinate, current_data_coordinate, current_world, set_data_coordinate
+from shardwise.world.launch.rank_settings import apply_launch_settings
 from shardwise.world.world import World
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ def auto_parallelize(
     Linear(in_features=4, out_features=2, bias=True)
     """
     world = world or current_world()
+    apply_launch_settings(world, os.environ)
     if model is not None and not isinstance(model, nn.Module) and batch is None:
         model, batch = None, model  # the batch alone, in order
     if batch is None:

@@ -139,6 +139,7 @@ class World:
         self.pace = StepPace(self.recorder)
         self.recovery: RecoveryContext | None = None
         self.rendezvous: Rendezvous | None = None  # if an external launcher started the ranks
+        self.has_launch_settings = False  # set by `world/launch/rank_settings`
         self.torch_ranks: tuple[int, ...] = ()  # of torch's default process group, if this world has initialized it
         self.names_waits, self.store_wait_since_s, self.store_wait_rank = False, 0.0, 0  # for `world/launch/wait_notices`
         self.failure_reason = ""  # why this world has failed
@@ -370,7 +371,9 @@ class World:
         deadline, what = time.monotonic() + self._timeout_s, "what rank 0 chooses"
         with self._waiting_in_store(0):
             while not self._has_key(self._store, key, min(ASK_S, deadline - time.monotonic()), what):
-                if self.recorder.has_ended(0) and not self._has_key(self._store, key, 0.0, what):  # it may have answered, and returned, since
+                if self.recorder.has_ended(0) and not self._has_key(
+                    self._store, key, 0.0, what
+                ):  # it may have answered, and returned, since
                     raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
                 if time.monotonic() >= deadline:
                     raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")

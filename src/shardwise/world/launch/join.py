@@ -30,7 +30,9 @@ from shardwise.world.world import TRANSPORT, LostPeer, World, pick_device
 RENDEZVOUS_TIMEOUT_S = 300.0
 ORPHANED = 4  # the exit code of a worker whose agent has ended
 LARGEST_PORT = 65535
-StoreConnection = tuple[Any, partial[Any]]  # a store, and the call that opens another connection to it, whose first arguments are its address
+StoreConnection = tuple[
+    Any, partial[Any]
+]  # a store, and the call that opens another connection to it, whose first arguments are its address
 
 
 def join(environment: Mapping[str, str], device: str = "auto") -> World:

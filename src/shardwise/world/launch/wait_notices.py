@@ -46,7 +46,9 @@ def likely_cause(environment: Mapping[str, str]) -> str:
         return f"the script was started without srun, as one process of a SLURM job of {tasks} tasks: `srun python train.py`"
     size = environment.get(launcher.size, "?") if launcher in name and launcher is not None else "?"
     if launcher is TORCHRUN and "TORCHELASTIC_RUN_ID" in environment:
-        return f"torchrun does not run on another host, or its worker ended or did not come to shardwise ({size} ranks in all): see its output"
+        return (
+            f"torchrun does not run on another host, or its worker ended or did not come to shardwise ({size} ranks in all): see its output"
+        )
     if launcher is TORCHRUN:
         return (
             f"RANK and WORLD_SIZE={size} were set by hand, or are left over, and not every process was started, or WORLD_SIZE is too large: "
@@ -194,7 +196,9 @@ class _PublishedWaits:
             elif state == "T":
                 causes[rank] = f"process {pid} of rank {rank} is stopped: continue it with `kill -CONT {pid}`"
             elif now - self._beats[rank][1] > SILENT_S:
-                causes[rank] = f"process {pid} of rank {rank} on {host} gives no sign: it ended, its host is cut off, or native code holds it"
+                causes[rank] = (
+                    f"process {pid} of rank {rank} on {host} gives no sign: it ended, its host is cut off, or native code holds it"
+                )
             if last is not None:
                 ended_s = now - last["end_s"] if last["end_s"] else 0.0
                 last = CollectiveRecord(**{**last, "shape": tuple(last["shape"]), "start_s": now - last["start_s"], "end_s": ended_s})
