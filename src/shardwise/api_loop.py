@@ -198,11 +198,15 @@ def _best_without_pipeline(
     return min(plans, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
 
 
-def shard(loader: Iterable[Any], engine: Engine | None = None) -> ShardedLoader:
+def shard(loader: Iterable[Any], engine: Engine | None = None, *, load_whole: bool = False) -> ShardedLoader:
     """Return a loader of this data-parallel replica's samples of every batch, in every epoch; ranks along other axes get the same ones.
 
     Every rank iterates over the batches of the serial run; the first is compared with rank 0's. A batch need not divide evenly, and may
     have fewer samples than there are replicas. Other attributes (`len`, `.dataset`) are the loader's.
+
+    Of a `DataLoader` each replica loads its own samples only, in the order of its samplers, which every rank runs. Whole batches are loaded
+    and cut where loading draws random numbers or `collate_fn` depends on the whole batch (padding), from an `IterableDataset` and any other
+    iterable, and with `load_whole`. The position in the epoch is in the checkpoints of `shardwise.save`, and a loop goes on from there.
 
     Raises:
         UsageError: no model has been parallelized yet, or the loader yields this rank another batch than rank 0.
@@ -212,7 +216,7 @@ def shard(loader: Iterable[Any], engine: Engine | None = None) -> ShardedLoader:
         raise UsageError(
             "shardwise.shard shards batches by the model's layout; use it after shardwise.auto_parallelize, or give it the engine"
         )
-    return ShardedLoader(loader, where)
+    return ShardedLoader(loader, where, load_whole)
 
 
 def _model_arguments(model: nn.Module, batch: Any) -> Any:

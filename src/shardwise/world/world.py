@@ -29,6 +29,7 @@ from shardwise.world.comm import mpi
 from shardwise.world.comm.connection import Connection
 from shardwise.world.comm.group import SHARED, Group, RanksByHost
 from shardwise.world.comm.pending import CollectiveWork, LostPeer, is_peer_loss, synchronize_device
+from shardwise.world.loader_positions import LoaderPositions
 from shardwise.world.persistent_memory import PersistentMemory
 from shardwise.world.recorder import RUNNING, CollectiveRecorder, StepPace
 from shardwise.world.shared_memory import library, segment
@@ -139,7 +140,7 @@ class World:
         self.pace = StepPace(self.recorder)
         self.recovery: RecoveryContext | None = None
         self.rendezvous: Rendezvous | None = None  # if an external launcher started the ranks
-        self.has_launch_settings = False  # set by `world/launch/rank_settings`
+        self.loader_positions, self.has_launch_settings = LoaderPositions(), False
         self.torch_ranks: tuple[int, ...] = ()  # of torch's default process group, if this world has initialized it
         self.names_waits, self.store_wait_since_s, self.store_wait_rank = False, 0.0, 0  # for `world/launch/wait_notices`
         self.failure_reason = ""  # why this world has failed
