@@ -1,4 +1,4 @@
-"""The loaders of a loop whose positions are in its checkpoints. In: a position (`train/data/position`). Out: its state, saved and loaded."""
+"""Loaders of a loop whose positions are in its checkpoints. In: a position (`train/data/position`). Out: its state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lightning's manual optimization on 1 and 2 ranks: two optimizers as in its own GAN, closures, a step without an index; weights are the serial
-run's."""
+"""Lightning's manual optimization on 1 and 2 ranks: two optimizers as in its own GAN, closures, a step without an index; weights are the
+serial run's."""
 
 from __future__ import annotations
 

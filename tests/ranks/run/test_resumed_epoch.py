@@ -1,4 +1,4 @@
-"""A loop that is stopped within an epoch and resumed on other ranks continues it: losses and weights are those of one process that ran through."""
+"""A loop that is stopped within an epoch and resumed on other ranks continues it: weights are those of one process."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def note_batch(batch: Any) -> None:
         if where.world is not None and where.world.torch_ranks == where.ranks and where.world.rank == 0 and not called.was_reported:
             called.was_reported = True
             print(
-                "shardwise: the model is called with a batch that did not come through shardwise.shard. Libraries that sum over the ranks of "
+                "shardwise: the model is called with a batch that did not come through shardwise.shard. Libraries that sum over ranks of "
                 f"torch.distributed (torchmetrics) still see {len(where.ranks)} of them, and would count whole batches as often: draw them "
                 "through shardwise.shard(loader)",
                 file=sys.stderr,
@@ -130,7 +130,7 @@ def expose_replicas(where: DataParallelCoordinate) -> None:
         where.called_batch.was_reported = True
         print(
             f"shardwise: torch.distributed was initialized with {dist.get_world_size()} ranks before, and the layout has "
-            f"{len(where.ranks)} replicas with rows of their own: libraries that sum over all ranks of torch.distributed (torchmetrics) count "
+            f"{len(where.ranks)} replicas with rows of their own: libraries that sum over all of its ranks (torchmetrics) count "
             "rows more or less often. Leave torch.distributed.init_process_group out, or sum by shardwise.reduce",
             file=sys.stderr,
             flush=True,
@@ -143,8 +143,8 @@ def _replica_group(verb: str) -> Group | None:
     if where is None or where.world is None:
         if current_world().num_ranks > 1:
             raise UsageError(
-                f"shardwise.{verb} works over the replicas of a model: use it after shardwise.auto_parallelize (an engine's results are those "
-                "of all ranks already)"
+                f"shardwise.{verb} works over the replicas of a model: use it after shardwise.auto_parallelize (an engine's results "
+                "are those of all ranks already)"
             )
         return None
     if len(where.ranks) == 1:

@@ -95,8 +95,8 @@ def shard(batches: Iterable[Batch], where: DataCoordinate) -> Iterator[Batch]:
 class ShardedLoader:
     """A loader sharded as by `shard`, which can be iterated once an epoch like the loader itself.
 
-    Of a `DataLoader` each replica loads its own samples only (`train/data/row_loader`), unless `load_whole`. Its position in the epoch is in
-    the checkpoints of `shardwise.save`.
+    Of a `DataLoader` each replica loads its own samples only (`train/data/row_loader`), unless `load_whole`. Its position in the epoch is
+    in the checkpoints of `shardwise.save`.
 
     >>> from types import SimpleNamespace
     >>> import torch
@@ -142,8 +142,8 @@ class ShardedLoader:
             yield rows if is_alone else with_sample_count(rows, samples)
 
     def _agree_on_first(self, loader: DataLoader[Any], first: tuple[Any, RowRequest, int, bool]) -> tuple[Any, int, bool]:
-        """Compare the first batch of an epoch with the other ranks'; all load whole batches if one has to. Return it, its number of samples,
-        and whether it is whole."""
+        """Compare the first batch of an epoch with the other ranks'; all load whole batches if one has to. Return it, its number of
+        samples, and whether it is whole."""
         loaded, request, samples, is_whole = first
         world: World | None = getattr(self._where, "world", None)
         dataset: Any = loader.dataset

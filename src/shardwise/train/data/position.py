@@ -42,8 +42,8 @@ class LoaderPosition:
         self._start = None
 
     def run_epoch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the epoch's batches of `loader`, which is this position's, or a copy over the same samplers; in a resumed loop those that are
-        left of the epoch."""
+        """Yield the epoch's batches of `loader`, which is this position's, or a copy over the same samplers; in a resumed loop those that
+        are left of the epoch."""
         resumed, self._resumed = self._resumed, None
         self._count, dropped, now = 0, 0, None
         if resumed is not None:

@@ -114,8 +114,8 @@ def unchanged(loaded: Any) -> Any:
 
 
 def row_loader(loader: Any, rows_of: Callable[[int], Sequence[int]], loads_whole: bool) -> DataLoader[Any] | None:
-    """Return a copy of a `DataLoader` that loads the rows `rows_of(batch size)` of each batch; None for loaders whose samples cannot be asked
-    for: of an `IterableDataset`, without batches, or with an iteration of their own."""
+    """Return a copy of a `DataLoader` that loads the rows `rows_of(batch size)` of each batch; None for loaders whose samples cannot be
+    asked for: of an `IterableDataset`, without batches, or with an iteration of their own."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):

@@ -28,7 +28,8 @@ class CalledBatch:
     """Record of the batch with which the loop's models were called last.
 
     `digest`: of the first of a series that did not come through `shardwise.shard`; empty while batches do. `has_all_rows`: it came through
-    `shardwise.shard`, with fewer samples than there are replicas, so that each has all. `was_reported`: the user was warned of whole batches.
+    `shardwise.shard`, with fewer samples than there are replicas, so that each has all. `was_reported`: the user was warned of
+    whole batches.
     """
 
     digest: str = ""

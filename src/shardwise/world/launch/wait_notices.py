@@ -1,7 +1,7 @@
 """Name the ranks that others wait for. In: each rank's last collective. Out: one line on stderr: who waits, for whom, since when, and why.
 
-A notice ends nothing; it comes after three seconds, where a time limit is minutes. Ranks that torchrun, srun or mpirun started publish their
-state in the ranks' store, over a connection of its own (`watch_waits`); those of `shardwise.launch` have a record that the launcher reads
+A notice ends nothing; it comes after three seconds, where a time limit is minutes. Ranks that torchrun, srun or mpirun started publish
+their state in the ranks' store, over another connection (`watch_waits`); those of `shardwise.launch` have a record that the launcher reads
 (`CollectiveNotices`). Not modelled: waits outside of shardwise's collectives.
 """
 
@@ -47,11 +47,11 @@ def likely_cause(environment: Mapping[str, str]) -> str:
     size = environment.get(launcher.size, "?") if launcher in name and launcher is not None else "?"
     if launcher is TORCHRUN and "TORCHELASTIC_RUN_ID" in environment:
         return (
-            f"torchrun does not run on another host, or its worker ended or did not come to shardwise ({size} ranks in all): see its output"
+            f"torchrun does not run on another host, or its worker ended, or does not use shardwise ({size} ranks in all): see its output"
         )
     if launcher is TORCHRUN:
         return (
-            f"RANK and WORLD_SIZE={size} were set by hand, or are left over, and not every process was started, or WORLD_SIZE is too large: "
+            f"RANK and WORLD_SIZE={size} were set by hand, or are left over, and not all processes were started, or it is too large: "
             f"`torchrun --nproc-per-node={size} train.py` starts all, `unset RANK WORLD_SIZE` runs one"
         )
     return f"not all of the {size} processes of mpirun came to shardwise: see their output"
