@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -298,13 +297,9 @@ class World:
         self._store.set(f"{name}/{self.rank}", text)
         return [self._wait_for_key(f"{name}/{rank}").decode() for rank in range(self.num_ranks)]
 
-    def initialize_torch_distributed(self, ranks: tuple[int, ...], name: str) -> None:
-        """Initialize torch's default process group with `ranks`, in their order, for libraries that call `torch.distributed`."""
-        self.torch_ranks, store = ranks, private.prefix_store(f"{name}/{','.join(map(str, ranks))}", self._store)
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(
-            backend, timeout=timedelta(seconds=self._timeout_s), world_size=len(ranks), rank=ranks.index(self.rank), store=store
-        )
+    def open_substore(self, name: str) -> Any:
+        """Return a part of the ranks' store, for another library."""
+        return private.prefix_store(name, self._store)
 
     def set_flag(self, what: str) -> None:
         """Set a flag that all ranks can read."""

@@ -6,6 +6,7 @@ all load whole batches has the serial run's values already, which stay as they a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from shardwise.run.loop.global_reductions import ShardedTensorBase
 from shardwise.run.rank_agreement import digest_tensors
 from shardwise.world.comm.group import Group
 from shardwise.world.launch.current import DataParallelCoordinate, current_data_coordinate, current_world
+from shardwise.world.world import World
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 _UNDIVIDED = "0" * 8  # digest in place of a batch's, on ranks whose batches come through `shardwise.shard`
@@ -125,7 +127,7 @@ def expose_replicas(where: DataParallelCoordinate) -> None:
     if where.world is None or len(where.ranks) == 1 or not dist.is_available():
         return
     if not dist.is_initialized():
-        where.world.initialize_torch_distributed(where.ranks, "replicas")
+        _initialize_torch_distributed(where.world, where.ranks)
     elif dist.get_world_size() != len(where.ranks) and not where.called_batch.was_reported and where.world.rank == 0:
         where.called_batch.was_reported = True
         print(
@@ -135,6 +137,21 @@ def expose_replicas(where: DataParallelCoordinate) -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _initialize_torch_distributed(world: World, ranks: tuple[int, ...]) -> None:
+    """Initialize torch's default process group with `ranks`, in their order."""
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    store, name = world.open_substore(f"replicas/{','.join(map(str, ranks))}"), "GLOO_SOCKET_IFNAME"
+    uses_loopback = world.rendezvous is None and name not in os.environ and os.path.exists("/sys/class/net/lo")  # ranks of one host
+    if uses_loopback:
+        os.environ[name] = "lo"
+    try:
+        dist.init_process_group(backend, world_size=len(ranks), rank=ranks.index(world.rank), store=store)
+    finally:
+        if uses_loopback:
+            del os.environ[name]
+    world.torch_ranks = ranks
 
 
 def _replica_group(verb: str) -> Group | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_LEAVES = (str, bytes, int, float, torch.Tensor, np.ndarray, type(None), type, ModuleType)
 _MAX_DEPTH, _MAX_ITEMS = 5, 32
 
 
@@ -19,12 +21,12 @@ def find_generators(roots: Iterable[Any]) -> list[Any]:
     visited: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
-        if id(value) in visited or isinstance(value, str | bytes | int | float | torch.Tensor | np.ndarray | type(None)):
+        if id(value) in visited or isinstance(value, _LEAVES):
             return
         visited.add(id(value))
         if isinstance(value, _KINDS):
             found.append(value)
-        elif depth < _MAX_DEPTH and not isinstance(value, type):
+        elif depth < _MAX_DEPTH:
             items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
             attributes = list(getattr(value, "__dict__", {}).values())
             for item in [*list(items)[:_MAX_ITEMS], *attributes]:

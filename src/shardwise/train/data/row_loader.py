@@ -108,7 +108,7 @@ def _form_of(batch: Any) -> list[Any]:
     return [(path, x.dtype, tuple(x.shape[1:])) for path, x in named_leaves(batch) if isinstance(x, torch.Tensor)]
 
 
-def unchanged(loaded: Any) -> Any:
+def pass_collated(loaded: Any) -> Any:
     """Return what `RowDataset` has collated already."""
     return loaded
 
@@ -124,6 +124,6 @@ def row_loader(loader: Any, rows_of: Callable[[int], Sequence[int]], loads_whole
     dataset = RowDataset(loader.dataset, loader.collate_fn, loads_whole)
     # Set in the table: a loader refuses to change these attributes.
     rows.__dict__.update(
-        dataset=dataset, collate_fn=unchanged, batch_sampler=RowBatchSampler(loader.batch_sampler, rows_of), _iterator=None
+        dataset=dataset, collate_fn=pass_collated, batch_sampler=RowBatchSampler(loader.batch_sampler, rows_of), _iterator=None
     )
     return rows
