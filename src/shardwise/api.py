@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -273,7 +272,7 @@ def parallelize(  # noqa: PLR0913
     True
     """
     world = world or current_world()
-    apply_launch_settings(world, os.environ)
+    apply_launch_settings(world)
     subject = subject_of(model, batch, loss)
     _, make, inputs, loss = subject
     if isinstance(make, nn.Module):

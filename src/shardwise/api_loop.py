@@ -4,7 +4,6 @@ optimizer."""
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -101,7 +100,7 @@ def auto_parallelize(
     Linear(in_features=4, out_features=2, bias=True)
     """
     world = world or current_world()
-    apply_launch_settings(world, os.environ)
+    apply_launch_settings(world)
     if model is not None and not isinstance(model, nn.Module) and batch is None:
         model, batch = None, model  # the batch alone, in order
     if batch is None:

@@ -78,7 +78,7 @@ def run(path: Path, changes: Sequence[str], out: CommandOutput, reasons: bool = 
     # Where torchrun, mpirun or srun started the ranks, possibly on several hosts.
     world = current_world() if rank_from_environment(os.environ) is not None else None
     if world is not None:
-        apply_launch_settings(world, os.environ)
+        apply_launch_settings(world)
 
     def planner(config: TrainingConfig, ready: Plan | None) -> PlannedRun:
         planned = make_plan(config, ready, out, world)

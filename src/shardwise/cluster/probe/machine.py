@@ -11,17 +11,13 @@ from typing import Any
 
 import torch
 
-from shardwise.world.matmul_backend import PRODUCTS
-
 NUM_LOAD_SAMPLES = 10
 
 
 def machine_fingerprint(version: int) -> str:
     """Return a hash of the machine and software (processor, cores, memory, GPUs, torch) and of the benchmark's version."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    parts: tuple[object, ...] = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
-    if products := os.environ.get(PRODUCTS):  # the user's own choice, with which ranks are measured
-        parts += (products,)
+    parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -6,7 +6,6 @@ all load whole batches has the serial run's values already, which stay as they a
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from shardwise.errors import UsageError
 from shardwise.run.loop.global_reductions import ShardedTensorBase
 from shardwise.run.rank_agreement import digest_tensors
 from shardwise.world.comm.group import Group
-from shardwise.world.launch.current import DataParallelCoordinate, current_data_coordinate, current_world
+from shardwise.world.launch.current import DataParallelCoordinate, current_data_coordinate, current_world, loopback_of_one_host
 from shardwise.world.world import World
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -142,15 +141,9 @@ def expose_replicas(where: DataParallelCoordinate) -> None:
 def _initialize_torch_distributed(world: World, ranks: tuple[int, ...]) -> None:
     """Initialize torch's default process group with `ranks`, in their order."""
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    store, name = world.open_substore(f"replicas/{','.join(map(str, ranks))}"), "GLOO_SOCKET_IFNAME"
-    uses_loopback = world.rendezvous is None and name not in os.environ and os.path.exists("/sys/class/net/lo")  # ranks of one host
-    if uses_loopback:
-        os.environ[name] = "lo"
-    try:
+    store = world.open_substore(f"replicas/{','.join(map(str, ranks))}")
+    with loopback_of_one_host(world):
         dist.init_process_group(backend, world_size=len(ranks), rank=ranks.index(world.rank), store=store)
-    finally:
-        if uses_loopback:
-            del os.environ[name]
     world.torch_ranks = ranks
 
 

@@ -39,7 +39,8 @@ def find_generators(roots: Iterable[Any]) -> list[Any]:
 
 def read_states(owned: Sequence[Any]) -> list[Any]:
     """Return the states of the global generators, then of the `owned` ones, as JSON values."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    kind, keys, *rest = numpy_state
     version, numbers, gauss = random.getstate()
     first = [torch.random.get_rng_state().numpy().tobytes().hex(), [version, list(numbers), gauss], [kind, keys.tolist(), *rest]]
     return [*first, *map(_read_state, owned)]

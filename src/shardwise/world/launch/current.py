@@ -78,6 +78,20 @@ def without_launcher_variables() -> Iterator[None]:
         os.environ.update(removed)
 
 
+@contextmanager
+def loopback_of_one_host(world: World) -> Iterator[None]:
+    """Context in which torch's gloo connects ranks that `shardwise.launch` started over this host's loopback interface."""
+    name = "GLOO_SOCKET_IFNAME"
+    is_set = world.rendezvous is None and name not in os.environ and os.path.exists("/sys/class/net/lo")
+    if is_set:
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if is_set:
+            del os.environ[name]
+
+
 class _IsMain:
     """`shardwise.is_main`: true on rank 0, which prints and writes. Works with and without a call: `if shardwise.is_main:`.
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from shardwise.world import matmul_backend
-from shardwise.world.launch.join import agent_of
+from shardwise.world.launch.join import EnvironmentRendezvous, agent_of
 from shardwise.world.launch.launch import ALLOCATOR, num_cores
 from shardwise.world.launch.started import has_variable, launcher_of
 from shardwise.world.native_build import processor_description
@@ -27,13 +27,15 @@ _MALLOC_OPTIONS = {"MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "
 _LARGEST_INT = (1 << 31) - 1
 
 
-def apply_launch_settings(world: World, environment: Mapping[str, str]) -> None:
+def apply_launch_settings(world: World) -> None:
     """Set products, threads and allocator of this rank, as all ranks agree. Every rank calls it; a world is set once.
 
     Ranks of `shardwise.launch`, and a process without other ranks, stay as they are.
     """
-    if world.rendezvous is None or world.has_launch_settings or world.device.type != "cpu":
+    rendezvous = world.rendezvous
+    if not isinstance(rendezvous, EnvironmentRendezvous) or world.has_launch_settings or world.device.type != "cpu":
         return
+    environment = rendezvous.env
     world.has_launch_settings = True
     _set_allocator(environment)
     own_threads = wanted_threads(environment, num_cores(), torch.get_num_threads(), _is_set_by_agent())
