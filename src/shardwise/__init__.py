@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from shardwise.run.engine import Engine
     from shardwise.run.loop.checkpoints import load, save
     from shardwise.run.loop.module import accumulate
+    from shardwise.run.loop.replica_values import gather_rows as gather
+    from shardwise.run.loop.replica_values import reduce_over_replicas as reduce
     from shardwise.run.loop.shard_module import full_state_dict
     from shardwise.run.rank_model.capture_cache import Microbatches
     from shardwise.run.verify.verification import Verification
+    from shardwise.world.launch.current import current_num_ranks as num_ranks
+    from shardwise.world.launch.current import current_rank as rank
     from shardwise.world.launch.current import is_main
     from shardwise.world.launch.current import print_once as print
     from shardwise.world.launch.launch import launch
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook",
-    "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load", "parallelize", "plan", "print",
-    "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
+    "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "gather", "is_main", "launch", "load", "num_ranks",
+    "parallelize", "plan", "print", "rank", "reduce", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `shardwise --help` and programs that only read plans do not wait for torch.
@@ -51,7 +55,11 @@ _HOMES = {
     "accumulate": "shardwise.run.loop.module",
     "is_main": "shardwise.world.launch.current",
     "launch": "shardwise.world.launch.launch",
+    "gather": "shardwise.run.loop.replica_values:gather_rows",
+    "num_ranks": "shardwise.world.launch.current:current_num_ranks",
     "print": "shardwise.world.launch.current:print_once",
+    "rank": "shardwise.world.launch.current:current_rank",
+    "reduce": "shardwise.run.loop.replica_values:reduce_over_replicas",
     **dict.fromkeys(("load", "save"), "shardwise.run.loop.checkpoints"),
     **dict.fromkeys(("compare", "estimate", "explain", "scaling", "whatif"), "shardwise.cli.functions"),
     **dict.fromkeys(("comm_hook", "parallelize", "verify"), "shardwise.api"),

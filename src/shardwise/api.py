@@ -48,6 +48,7 @@ from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.train.trials import PlanTrial, describe_trial, fastest_plan, select_distinct_candidates, try_plans, try_plans_in_world
 from shardwise.units import parse_bytes
 from shardwise.world.launch.current import current_world
+from shardwise.world.launch.rank_settings import apply_launch_settings
 from shardwise.world.world import World
 from shardwise.zoo.resolve import resolve
 from shardwise.zoo.resolved import ResolvedModel
@@ -272,6 +273,7 @@ def parallelize(  # noqa: PLR0913
     True
     """
     world = world or current_world()
+    apply_launch_settings(world)
     subject = subject_of(model, batch, loss)
     _, make, inputs, loss = subject
     if isinstance(make, nn.Module):

@@ -32,6 +32,7 @@ from shardwise.solve.uncaptured import plan_without_graph
 from shardwise.train.data.loader import ShardedLoader
 from shardwise.train.data.peek_first_batch import first_batch
 from shardwise.world.launch.current import DataParallelCoordinate, current_data_coordinate, current_world, set_data_coordinate
+from shardwise.world.launch.rank_settings import apply_launch_settings
 from shardwise.world.world import World
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def auto_parallelize(
     Linear(in_features=4, out_features=2, bias=True)
     """
     world = world or current_world()
+    apply_launch_settings(world)
     if model is not None and not isinstance(model, nn.Module) and batch is None:
         model, batch = None, model  # the batch alone, in order
     if batch is None:
@@ -117,9 +119,9 @@ def auto_parallelize(
             chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
             shard_module(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
-        set_data_coordinate(
-            DataParallelCoordinate(mesh.group(world.rank, *sample_axes(mesh.stage_axes)).index(world.rank), chosen.layout.data, world)
-        )
+        peers = mesh.group(world.rank, *sample_axes(mesh.stage_axes))
+        world.name_waits()
+        set_data_coordinate(DataParallelCoordinate(peers.index(world.rank), chosen.layout.data, world, peers))
 
     if model is None:
         return _divide_when_built(finish, world)
@@ -197,11 +199,15 @@ def _best_without_pipeline(
     return min(plans, key=lambda p: p.prediction.step_time_s if p.prediction else float("inf"))
 
 
-def shard(loader: Iterable[Any], engine: Engine | None = None) -> ShardedLoader:
+def shard(loader: Iterable[Any], engine: Engine | None = None, *, load_whole: bool = False) -> ShardedLoader:
     """Return a loader of this data-parallel replica's samples of every batch, in every epoch; ranks along other axes get the same ones.
 
     Every rank iterates over the batches of the serial run; the first is compared with rank 0's. A batch need not divide evenly, and may
     have fewer samples than there are replicas. Other attributes (`len`, `.dataset`) are the loader's.
+
+    Of a `DataLoader` each replica loads its own samples only, in the order of its samplers, which every rank runs. Whole batches are loaded
+    and cut where loading draws random numbers or `collate_fn` depends on the whole batch (padding), from an `IterableDataset` and any other
+    iterable, and with `load_whole`. The position in the epoch is in the checkpoints of `shardwise.save`, and a loop goes on from there.
 
     Raises:
         UsageError: no model has been parallelized yet, or the loader yields this rank another batch than rank 0.
@@ -211,7 +217,7 @@ def shard(loader: Iterable[Any], engine: Engine | None = None) -> ShardedLoader:
         raise UsageError(
             "shardwise.shard shards batches by the model's layout; use it after shardwise.auto_parallelize, or give it the engine"
         )
-    return ShardedLoader(loader, where)
+    return ShardedLoader(loader, where, load_whole)
 
 
 def _model_arguments(model: nn.Module, batch: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -66,8 +66,10 @@ class DividingStrategy(_SingleDevice):  # type: ignore[misc]
 
         def run() -> None:
             loaded.extend([next(iter(loaders))[0]] if not loaded else [])
-            with torch.no_grad(), self.precision_plugin.forward_context(), _logging_disabled(module):
-                module.training_step(module.transfer_batch_to_device(loaded[0], self._shardwise.device, 0), 0)
+            batch = module.transfer_batch_to_device(loaded[0], self._shardwise.device, 0)
+            # A trial step updates nothing and logs nothing; its optimizers exist so that it reaches the modules that it calls.
+            with torch.no_grad(), self.precision_plugin.forward_context(), _trial_step(module):
+                module.training_step(*_step_arguments(module, batch))
 
         module.train()
         steps = {id(m.model): m.replica.draw.step for _, m in sharded_modules_of(module)}
@@ -117,13 +119,93 @@ class DividingStrategy(_SingleDevice):  # type: ignore[misc]
         self._draws = checkpoint.get(DRAW_STATE_KEY, ())
 
 
+_TRIAL_METHODS = ("log", "log_dict", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+
+
 @contextmanager
-def _logging_disabled(module: Any) -> Iterator[None]:
-    module.log = module.log_dict = lambda *_, **__: None
+def _trial_step(module: Any) -> Iterator[None]:
+    """Context of a `training_step` without effects: it logs nothing, and its optimizers and schedulers do nothing."""
+    stand_in = _IdleOptimizers(module)
+    replaced: dict[str, Any] = dict.fromkeys(_TRIAL_METHODS, lambda *_, **__: None)
+    replaced |= {
+        "optimizers": stand_in.optimizers,
+        "lr_schedulers": stand_in.schedulers,
+        "toggled_optimizer": lambda *_, **__: nullcontext(),
+    }
+    own = {name: vars(module)[name] for name in replaced if name in vars(module)}
+    vars(module).update(replaced)
     try:
         yield
     finally:
-        del module.log, module.log_dict
+        for name in replaced:
+            del vars(module)[name]
+        vars(module).update(own)
+
+
+class _IdleOptimizers:
+    """What `self.optimizers()` and `self.lr_schedulers()` return in a trial step: stand-ins, as many as `configure_optimizers` makes."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._counts: tuple[int, int] | None = None
+
+    def _count(self) -> tuple[int, int]:
+        if self._counts is None:
+            made = self._module.configure_optimizers()
+            self._counts = _count_configured(made)
+        return self._counts
+
+    def optimizers(self, *_: Any, **__: Any) -> Any:
+        """Return one stand-in, or a list of several, as `LightningModule.optimizers` does."""
+        return _several_or_one([_IdleOptimizer() for _ in range(self._count()[0])])
+
+    def schedulers(self) -> Any:
+        """Return one stand-in, a list of several, or None."""
+        return _several_or_one([_IdleOptimizer() for _ in range(self._count()[1])])
+
+
+class _IdleOptimizer:
+    """An optimizer or scheduler whose every method does nothing; `step(closure)` calls its closure, as the optimizer would."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0}]
+        self.state: dict[Any, Any] = {}
+
+    def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
+        """Call the closure."""
+        return closure() if callable(closure) else None
+
+    def toggle_model(self, *_: Any, **__: Any) -> Any:
+        """Return an empty context."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            return self
+        return lambda *_, **__: None
+
+
+def _several_or_one(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else items or None
+
+
+def _count_configured(made: Any) -> tuple[int, int]:
+    """Return the numbers of optimizers and schedulers in a result of `configure_optimizers`, in each of Lightning's forms."""
+    if made is None:
+        return 0, 0
+    if isinstance(made, Mapping):
+        return 1, int("lr_scheduler" in made)
+    if isinstance(made, list | tuple):
+        if len(made) == 2 and all(isinstance(part, list | tuple) for part in made):
+            return len(made[0]), len(made[1])
+        return len(made), sum(isinstance(part, Mapping) and "lr_scheduler" in part for part in made)
+    return 1, 0
+
+
+def _step_arguments(module: Any, batch: Any) -> tuple[Any, ...]:
+    """Return the arguments with which Lightning calls `training_step`: a step may leave `batch_idx` out."""
+    takes = import_required("lightning.pytorch.utilities.signature_utils", "lightning").is_param_in_hook_signature
+    return (batch, 0) if takes(module.training_step, "batch_idx", min_args=2) else (batch,)
 
 
 def _disable_broken_mpi() -> None:

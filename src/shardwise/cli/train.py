@@ -73,10 +73,13 @@ def run(path: Path, changes: Sequence[str], out: CommandOutput, reasons: bool = 
     from shardwise.cli.report import write_page  # here: the configuration is read before torch is loaded
     from shardwise.train.flow import train as train_all
     from shardwise.world.launch.current import current_world
+    from shardwise.world.launch.rank_settings import apply_launch_settings
     from shardwise.world.launch.started import rank_from_environment
 
     # Where torchrun, mpirun or srun started the ranks, possibly on several hosts.
     world = current_world() if rank_from_environment(os.environ) is not None else None
+    if world is not None:
+        apply_launch_settings(world)
 
     def planner(config: TrainingConfig, ready: Plan | None) -> PlannedRun:
         planned = make_plan(config, ready, out, world)

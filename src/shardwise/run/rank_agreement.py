@@ -28,10 +28,15 @@ def check_batch_agrees(batch: Any, world: World) -> None:
     """
     local_digest = digest_tensors(batch)
     if world.broadcast_text(lambda: local_digest) != local_digest:
-        raise UsageError(
-            f"rank {world.rank} is given another batch than rank 0, and one batch is divided among all ranks: call torch.manual_seed(0) on "
-            "every rank before data are made or shuffled (or give the DataLoader a generator with a seed), and leave DistributedSampler out"
-        )
+        raise other_batch_error(world)
+
+
+def other_batch_error(world: World) -> UsageError:
+    """Return the error of a rank whose batch is not rank 0's."""
+    return UsageError(
+        f"rank {world.rank} is given another batch than rank 0, and one batch is divided among all ranks: call torch.manual_seed(0) on "
+        "every rank before data are made or shuffled (or give the DataLoader a generator with a seed), and leave DistributedSampler out"
+    )
 
 
 def check_model_agrees(model: nn.Module, world: World) -> None:

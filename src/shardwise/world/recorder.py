@@ -32,6 +32,7 @@ NOW = 40  # offset in the header: the generation that ranks must join
 STATUS = struct.Struct("<dQIB3xdd")  # heartbeat, collectives started, pid, phase, patience, since
 STATUS_BYTES = 80
 PHASE = 20
+NAMES_WAITS = 21
 PATIENCE = 24
 JOINED, SIDES = 40, 48  # the rank's generation; the steps in its two snapshot buffers, plus one, 0 for none
 MARKS = 64  # of the gradients in its two buffers (`run/recovery/gradient_snapshots`), 0 for none
@@ -272,9 +273,23 @@ class CollectiveRecorder:
         """Return whether every rank of the file has returned or failed."""
         return all(self.has_ended(rank) for rank in range((len(self._map) - HEADER_BYTES) // _rank_bytes(self._capacity)))
 
+    def status(self) -> RankStatus:
+        """Return this rank's state."""
+        return _read_status(self._map, self.index, self._base, self._capacity)
+
+    def name_waits(self) -> None:
+        """Ask the launcher to name ranks that others wait for in collectives: the plain loop has begun."""
+        self._map[self._base + NAMES_WAITS] = 1
+
     def last(self) -> CollectiveRecord | None:
         """Return this rank's newest collective."""
         return _newest_record(self._map, self._base, self._capacity)
+
+
+def _read_status(data: mmap.mmap, rank: int, base: int, capacity: int) -> RankStatus:
+    heartbeat, started, pid, phase, patience, since = STATUS.unpack_from(data, base)
+    last, counts = _newest_record(data, base, capacity), _started_by_group(data, base)
+    return RankStatus(rank, pid, PHASES[phase], heartbeat, started, last, counts, patience, since)
 
 
 def _newest_record(data: mmap.mmap, base: int, capacity: int) -> CollectiveRecord | None:
@@ -326,10 +341,11 @@ class RecordReader:
             raise ValueError(f"{path} is not a record of collectives: it starts with {magic!r}, not {MAGIC!r}")
 
     def status(self, rank: int) -> RankStatus:
-        base = HEADER_BYTES + rank * _rank_bytes(self._capacity)
-        heartbeat, started, pid, phase, patience, since = STATUS.unpack_from(self._map, base)
-        last, counts = _newest_record(self._map, base, self._capacity), _started_by_group(self._map, base)
-        return RankStatus(rank, pid, PHASES[phase], heartbeat, started, last, counts, patience, since)
+        return _read_status(self._map, rank, HEADER_BYTES + rank * _rank_bytes(self._capacity), self._capacity)
+
+    def names_waits(self) -> bool:
+        """Return whether rank 0 runs a plain loop, whose waits are named."""
+        return bool(self._map[HEADER_BYTES + NAMES_WAITS])
 
     def statuses(self) -> list[RankStatus]:
         return [self.status(rank) for rank in range(self.num_ranks)]

@@ -11,9 +11,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from shardwise.world.comm import mpi
 from shardwise.world.comm.connection import Connection
 from shardwise.world.comm.group import SHARED, Group, RanksByHost
 from shardwise.world.comm.pending import CollectiveWork, LostPeer, is_peer_loss, synchronize_device
+from shardwise.world.loader_positions import LoaderPositions
 from shardwise.world.persistent_memory import PersistentMemory
 from shardwise.world.recorder import RUNNING, CollectiveRecorder, StepPace
 from shardwise.world.shared_memory import library, segment
@@ -138,6 +139,9 @@ class World:
         self.pace = StepPace(self.recorder)
         self.recovery: RecoveryContext | None = None
         self.rendezvous: Rendezvous | None = None  # if an external launcher started the ranks
+        self.loader_positions, self.has_launch_settings = LoaderPositions(), False
+        self.torch_ranks: tuple[int, ...] = ()  # of torch's default process group, if this world has initialized it
+        self.names_waits, self.store_wait_since_s, self.store_wait_rank = False, 0.0, 0  # for `world/launch/wait_notices`
         self.failure_reason = ""  # why this world has failed
         self.previous_recorders: tuple[
             CollectiveRecorder, ...
@@ -229,10 +233,24 @@ class World:
         """Return a store's value of `key`, once it is there. Raises LostPeer if a rank fails meanwhile."""
         store = self._store if store is None else store
         deadline = time.monotonic() + self._timeout_s
-        while not self._has_key(store, key, ASK_S, key):
-            if time.monotonic() > deadline:
-                raise LostPeer(f"Timed out after {self._timeout_s:g} s: no rank has set {key}, for which rank {self.rank} waits")
+        with self._waiting_in_store(int(digits) if (digits := key.rpartition("/")[2]).isdecimal() else 0):
+            while not self._has_key(store, key, ASK_S, key):
+                if time.monotonic() > deadline:
+                    raise LostPeer(f"Timed out after {self._timeout_s:g} s: no rank has set {key}, for which rank {self.rank} waits")
         return bytes(store.get(key))
+
+    @contextmanager
+    def _waiting_in_store(self, rank: int) -> Iterator[None]:
+        self.store_wait_since_s, self.store_wait_rank = time.monotonic(), min(rank, self.num_ranks - 1)
+        try:
+            yield
+        finally:
+            self.store_wait_since_s = 0.0
+
+    def name_waits(self) -> None:
+        """Name ranks that others wait for, from now on: a plain loop has begun."""
+        self.names_waits = True
+        self.recorder.name_waits()
 
     def write_heartbeat(self) -> None:
         """Write a heartbeat for the launcher; a thread of the rank does so automatically."""
@@ -278,6 +296,10 @@ class World:
         name = f"gathered/{self._num_exchanges}"
         self._store.set(f"{name}/{self.rank}", text)
         return [self._wait_for_key(f"{name}/{rank}").decode() for rank in range(self.num_ranks)]
+
+    def open_substore(self, name: str) -> Any:
+        """Return a part of the ranks' store, for another library."""
+        return private.prefix_store(name, self._store)
 
     def set_flag(self, what: str) -> None:
         """Set a flag that all ranks can read."""
@@ -343,11 +365,14 @@ class World:
             self._store.set(key, json.dumps(["", text]))
             return text
         deadline, what = time.monotonic() + self._timeout_s, "what rank 0 chooses"
-        while not self._has_key(self._store, key, min(ASK_S, deadline - time.monotonic()), what):
-            if self.recorder.has_ended(0) and not self._has_key(self._store, key, 0.0, what):  # it may have answered, and returned, since
-                raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
-            if time.monotonic() >= deadline:
-                raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")
+        with self._waiting_in_store(0):
+            while not self._has_key(self._store, key, min(ASK_S, deadline - time.monotonic()), what):
+                if self.recorder.has_ended(0) and not self._has_key(
+                    self._store, key, 0.0, what
+                ):  # it may have answered, and returned, since
+                    raise LostPeer(f"rank {self.rank} waits for {what}, and rank 0 has ended")
+                if time.monotonic() >= deadline:
+                    raise RunError(f"rank {self.rank} waited {self._timeout_s:.0f} s for {what}; did rank 0 end?")
         kind, text = json.loads(self._store.get(key))
         if kind:
             raise getattr(errors, kind, RunError)(text)
@@ -355,23 +380,17 @@ class World:
 
     def _has_key(self, store: Any, key: str, wait_s: float, what: str) -> bool:
         """Return whether a store has `key`, after at most `wait_s`. Raises LostPeer if a rank or the store fails during the wait."""
-        if self.rendezvous is None:  # a file on this host, which is cheap to poll
-            deadline = time.monotonic() + wait_s
+        deadline, pause_s = time.monotonic() + wait_s, CHECK_S
+        try:  # a store's own wait prints a warning of torch's when it times out
             while not store.check([key]):
                 if self._has_failed:
                     raise LostPeer(f"rank {self.rank} waits for {what}, and another rank has failed")
                 if time.monotonic() >= deadline:
                     return False
-                time.sleep(CHECK_S)
-            return True
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, wait_s)))
+                time.sleep(pause_s)
+                pause_s = CHECK_S if self.rendezvous is None else min(2 * pause_s, LOOK_S)  # a file on this host is cheap to poll
         except dist.DistNetworkError as error:
             raise LostPeer(f"rank {self.rank} waits for {what}, and lost the store: {error}; did rank 0 end?") from error
-        except RuntimeError as error:  # not there yet
-            if self._has_failed:
-                raise LostPeer(f"rank {self.rank} waits for {what}, and another rank has failed") from error
-            return False
         return True
 
     def _open(self, ranks: tuple[int, ...], connection: Connection) -> tuple[Any, str]:

@@ -10,9 +10,9 @@ import pytest
 import shardwise
 
 NAMES = {
-    "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate",
-    "auto_parallelize", "comm_hook", "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "is_main", "launch", "load",
-    "parallelize", "plan", "print", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
+    "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook",
+    "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "gather", "is_main", "launch", "load", "num_ranks",
+    "parallelize", "plan", "print", "rank", "reduce", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
 }  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def save(
         return model.save(folder, extra, keep)
     state = _LoopState.from_model(model, _as_list(optimizer))
     loop_state = {"optimizers": [state.describe_optimizer(opt) for opt in state.optimizers], "draw": state.draw_state()}
+    loop_state["loaders"] = [position.state() for position in state.world.loader_positions.positions]
     pieces = [*state.weights, *state.optimizer_shards(), *state.generator_states()]
     added = {key: _to_json(key, value) for key, value in extra.items()}
     return checkpoint.save(folder, step, pieces, {LOOP: loop_state, USER: added}, state.world, keep=keep)
@@ -104,6 +105,7 @@ def load(folder: str | Path, model: nn.Module | Engine, optimizer: Optimizers = 
                 if not opt.state[p]:
                     del opt.state[p]
     restore(loop_state["draw"])
+    state.world.loader_positions.load(loop_state.get("loaders", []))
     return {**manifest.extra.get(USER, {}), "step": manifest.step}
 
 

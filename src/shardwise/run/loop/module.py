@@ -20,6 +20,7 @@ from shardwise.errors import UsageError
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard, full_shard
 from shardwise.run.loop.forward import GraphReplica
+from shardwise.run.loop.replica_values import note_batch
 from shardwise.run.uncaptured.replicated import EagerReplica
 from shardwise.world import private
 from shardwise.world.world import World
@@ -55,6 +56,7 @@ class ShardedModule:
         self.replica.check()
         if self.world.num_ranks > 1:
             self._check_gradients_reduced()
+            note_batch((args, kwargs))
         return self.replica.compute(args, kwargs)
 
     def expect_full_batches(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +12,19 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 from shardwise.capture.nesting import map_tensors, with_sample_count
+from shardwise.errors import UsageError
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import check_equal_shares, microbatch_sizes
-from shardwise.run.rank_agreement import check_batch_agrees
+from shardwise.run.loop.replica_values import expose_replicas
+from shardwise.run.rank_agreement import check_batch_agrees, digest_tensors, other_batch_error
+from shardwise.train.data.position import position_of
+from shardwise.train.data.row_loader import RowRequest, row_loader
 from shardwise.train.data.sources import Batch, batch_size, take_rows
+from shardwise.world.launch.current import DataParallelCoordinate
 from shardwise.world.world import World
 
 _NUM_PREFETCHED = 2
@@ -87,6 +95,9 @@ def shard(batches: Iterable[Batch], where: DataCoordinate) -> Iterator[Batch]:
 class ShardedLoader:
     """A loader sharded as by `shard`, which can be iterated once an epoch like the loader itself.
 
+    Of a `DataLoader` each replica loads its own samples only (`train/data/row_loader`), unless `load_whole`. Its position in the epoch is
+    in the checkpoints of `shardwise.save`.
+
     >>> from types import SimpleNamespace
     >>> import torch
     >>> mine = ShardedLoader([torch.arange(4), torch.arange(3)], SimpleNamespace(data_index=1, data_size=2))
@@ -94,17 +105,73 @@ class ShardedLoader:
     (2, [[2, 3], [2]], [[2, 3], [2]])
     """
 
-    def __init__(self, loader: Iterable[Batch], where: DataCoordinate) -> None:
+    def __init__(self, loader: Iterable[Batch], where: DataCoordinate, load_whole: bool = False) -> None:
         self.loader, self._where = loader, where
+        self._position = position_of(loader, getattr(where, "world", None) if isinstance(where, DataParallelCoordinate) else None)
+        self._row_loader = row_loader(loader, self._rows_to_load, load_whole or where.data_size == 1)
+        self._is_first_epoch, self._loads_whole = True, True
 
     def __iter__(self) -> Iterator[Batch]:
-        return shard(self.loader, self._where)
+        if isinstance(self._where, DataParallelCoordinate):
+            expose_replicas(self._where)
+        if self._row_loader is None:
+            return shard(self._position.run_epoch(self.loader), self._where)
+        return self._load_rows(self._row_loader)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # as the loader says
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)
+
+    def _rows_to_load(self, num_samples: int) -> list[int]:
+        has_each_some = hasattr(self._where, "sizes_of") or num_samples >= self._where.data_size
+        return rows_of_partial_batch(num_samples, self._where) if has_each_some else list(range(num_samples))
+
+    def _load_rows(self, loader: DataLoader[Any]) -> Iterator[Batch]:
+        for number, (loaded, request, samples, is_whole) in enumerate(self._position.run_epoch(loader)):
+            if number == 0:
+                loaded, samples, is_whole = self._agree_on_first(loader, (loaded, request, samples, is_whole))
+            elif is_whole and not self._loads_whole:
+                raise UsageError(
+                    "loading draws random numbers, or collate_fn pads, for some batches only, which other ranks do not see: "
+                    "shardwise.shard(loader, load_whole=True) loads whole batches on every rank"
+                )
+            rows = take_rows(loaded, self._rows_to_load(samples)) if is_whole else loaded
+            is_alone = not hasattr(self._where, "sizes_of") and self._where.data_size == 1
+            yield rows if is_alone else with_sample_count(rows, samples)
+
+    def _agree_on_first(self, loader: DataLoader[Any], first: tuple[Any, RowRequest, int, bool]) -> tuple[Any, int, bool]:
+        """Compare the first batch of an epoch with the other ranks'; all load whole batches if one has to. Return it, its number of
+        samples, and whether it is whole."""
+        loaded, request, samples, is_whole = first
+        world: World | None = getattr(self._where, "world", None)
+        dataset: Any = loader.dataset
+        if world is not None and world.num_ranks > 1:
+            content = loaded if is_whole else _stored_tensors(dataset.dataset)
+            digests = (zlib.crc32(repr([str(index) for index in request.indices]).encode()), digest_tensors(content), is_whole)
+            ranks = [json.loads(text) for text in world.all_gather_text(json.dumps(digests))]
+            if ranks[0][0] != digests[0] or (ranks[0][2] == is_whole and ranks[0][1] != digests[1]):
+                raise other_batch_error(world)
+            if any(whole for *_, whole in ranks) and not is_whole:
+                dataset.loads_whole = True
+                if loader.num_workers == 0:
+                    loaded, request, samples, is_whole = dataset.__getitems__(request)
+                elif self._is_first_epoch:
+                    raise UsageError(
+                        "loading draws random numbers on some ranks only: shardwise.shard(loader, load_whole=True) loads whole batches"
+                    )
+        self._loads_whole, self._is_first_epoch = is_whole or loader.num_workers > 0, False
+        return loaded, samples, is_whole
+
+
+def _stored_tensors(dataset: Any) -> Any:
+    """Return the tensors that a data set holds in memory; those of a part of one are of the whole."""
+    while hasattr(dataset, "dataset") and not isinstance(dataset, torch.Tensor):
+        dataset = dataset.dataset
+    if isinstance(dataset, list | tuple):
+        return dataset[:1]
+    return [value for value in getattr(dataset, "__dict__", {}).values() if isinstance(value, torch.Tensor | list | tuple)][:8]
 
 
 def rows_of_partial_batch(num_samples: int, where: DataCoordinate) -> list[int]:

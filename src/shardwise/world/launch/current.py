@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO
 
 from shardwise.world.guard import NO_TOKEN, TOKEN_VARIABLE
@@ -27,13 +27,32 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COM
 _WORLD: ContextVar[World | None] = ContextVar("shardwise_world", default=None)
 
 
+@dataclass(slots=True)
+class CalledBatch:
+    """Record of the batch with which the loop's models were called last.
+
+    `digest`: of the first of a series that did not come through `shardwise.shard`; empty while batches do. `has_all_rows`: it came through
+    `shardwise.shard`, with fewer samples than there are replicas, so that each has all. `was_reported`: the user was warned of
+    whole batches.
+    """
+
+    digest: str = ""
+    has_all_rows: bool = False
+    was_reported: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class DataParallelCoordinate:
-    """The index, among `data_size` equal shards of every batch, of the shard of this rank of `world`."""
+    """The index, among `data_size` equal shards of every batch, of the shard of this rank of `world`.
+
+    `ranks`: by index, this rank's peers with the other shards; ranks outside have the rows of one of them.
+    """
 
     data_index: int = 0
     data_size: int = 1
     world: World | None = None
+    ranks: tuple[int, ...] = (0,)
+    called_batch: CalledBatch = field(default_factory=CalledBatch, compare=False)
 
 
 _DATA_COORDINATE: ContextVar[DataParallelCoordinate | None] = ContextVar("shardwise_place", default=None)
@@ -63,6 +82,20 @@ def without_launcher_variables() -> Iterator[None]:
         os.environ.update(removed)
 
 
+@contextmanager
+def loopback_of_one_host(world: World) -> Iterator[None]:
+    """Context in which torch's gloo connects ranks that `shardwise.launch` started over this host's loopback interface."""
+    name = "GLOO_SOCKET_IFNAME"
+    is_set = world.rendezvous is None and name not in os.environ and os.path.exists("/sys/class/net/lo")
+    if is_set:
+        os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        if is_set:
+            del os.environ[name]
+
+
 class _IsMain:
     """`shardwise.is_main`: true on rank 0, which prints and writes. Works with and without a call: `if shardwise.is_main:`.
 
@@ -85,6 +118,16 @@ def print_once(*values: object, sep: str = " ", end: str = "\n", file: TextIO | 
     """Print on rank 0 only (`shardwise.print`)."""
     if is_main:
         print(*values, sep=sep, end=end, file=file, flush=flush)
+
+
+def current_rank() -> int:
+    """Return the number of this rank, from 0 (`shardwise.rank`); 0 in a single process."""
+    return current_world().rank
+
+
+def current_num_ranks() -> int:
+    """Return the number of ranks of the run (`shardwise.num_ranks`); 1 in a single process."""
+    return current_world().num_ranks
 
 
 def set_data_coordinate(coordinate: DataParallelCoordinate) -> None:

@@ -24,12 +24,15 @@ from shardwise.errors import RunError, UsageError
 from shardwise.world import guard, matmul_backend, private
 from shardwise.world.comm import mpi
 from shardwise.world.launch.started import LAUNCHER_VARIABLE, as_torchrun, starting_process
+from shardwise.world.launch.wait_notices import await_server, likely_cause, watch_waits
 from shardwise.world.world import TRANSPORT, LostPeer, World, pick_device
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 ORPHANED = 4  # the exit code of a worker whose agent has ended
 LARGEST_PORT = 65535
-StoreConnection = tuple[Any, Callable[[], Any]]  # a store, and another connection to it
+StoreConnection = tuple[
+    Any, partial[Any]
+]  # a store, and the call that opens another connection to it, whose first arguments are its address
 
 
 def join(environment: Mapping[str, str], device: str = "auto") -> World:
@@ -62,6 +65,8 @@ def join(environment: Mapping[str, str], device: str = "auto") -> World:
         listener, address, port = _endpoint_from_environment(env, rank)
     run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     try:
+        if listener is None and env.get(TRANSPORT) != mpi.MPI:
+            await_server(address, port, (rank, num_ranks), likely_cause(environment), RENDEZVOUS_TIMEOUT_S)
         store, reconnect = _open_store(env, (rank, num_ranks), (listener, address, port), f"shardwise/{run}/store{generation}")
     except RuntimeError as error:
         raise RunError(
@@ -73,9 +78,12 @@ def join(environment: Mapping[str, str], device: str = "auto") -> World:
             _exit_with_agent(starter)
     host = _host_address(env.get("GLOO_SOCKET_IFNAME", ""), address, port)
     prefix = f"shardwise/{run}"
-    return EnvironmentRendezvous(env, host, prefix, partial(_reconnect_prefixed, reconnect, prefix)).make_world(
+    connect = partial(_reconnect_prefixed, reconnect, prefix)
+    world = EnvironmentRendezvous(env, host, prefix, connect).make_world(
         rank, num_ranks, store, local_rank=local_rank, device=rank_device, generation=generation, transport=env.get(TRANSPORT, "")
     )
+    watch_waits(world, connect, reconnect.args[:2], environment)
+    return world
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,10 +88,10 @@ def first_host(nodes: str) -> str:
 def starting_process(pid: int, variable: str) -> int:
     """Return the process that set `variable` for a process: its nearest ancestor without it; 0: none."""
     try:
-        variables = _has_variable(pid, variable)
+        variables = has_variable(pid, variable)
         while variables:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            variables = _has_variable(pid, variable)
+            variables = has_variable(pid, variable)
             if not variables:
                 return pid
     except (OSError, ValueError, IndexError):  # no /proc, or another user's process
@@ -99,6 +99,7 @@ def starting_process(pid: int, variable: str) -> int:
     return 0
 
 
-def _has_variable(pid: int, variable: str) -> bool:
+def has_variable(pid: int, variable: str) -> bool:
+    """Return whether a process was started with an environment variable. Raises OSError for another user's."""
     environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
     return b"\0" + variable.encode() + b"=" in environment

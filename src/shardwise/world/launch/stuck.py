@@ -18,7 +18,7 @@ DIFFERENT_COLLECTIVES = "the ranks are in different collectives, or in one with 
 def find_culprit(statuses: Sequence[RankStatus], start: int) -> tuple[int, str]:
     """Return (rank, why it blocks the others). `start`: a rank that is in a collective; `statuses` of all, in order."""
     path, awaited = [start], list[int]()
-    while waits := _awaited_ranks(statuses[path[-1]], statuses):
+    while waits := awaited_ranks(statuses[path[-1]], statuses):
         if waits[0] in path:
             return _explain_cycle(statuses, path[path.index(waits[0]) :], start)
         path.append(waits[0])
@@ -59,7 +59,7 @@ def _explain_cycle(statuses: Sequence[RankStatus], ranks: list[int], start: int)
     return behind[0], f"rank {format_ranks(sorted(behind))} is behind, in step {least}"
 
 
-def _awaited_ranks(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
+def awaited_ranks(status: RankStatus, statuses: Sequence[RankStatus]) -> list[int]:
     """Return the ranks that a rank waits for, as far as recorded; none if it is in no collective."""
     now = _running_collective(status)
     if now is None:

@@ -41,6 +41,7 @@ from shardwise.world.launch.recovery_machine import (
     advance_recovery,
 )
 from shardwise.world.launch.stuck import format_ranks
+from shardwise.world.launch.wait_notices import CollectiveNotices
 from shardwise.world.recorder import RankStatus, RecordReader
 from shardwise.world.terminal import STOP_SIGNALS
 
@@ -177,6 +178,7 @@ class _Supervisor:
         self.decide_s = self.stop_s = math.inf
         self.forked_s = self.published_s = time.monotonic()
         self.watch = HangWatch(limits or Limits(math.inf), children.support_processes, self.forked_s)
+        self.notices = CollectiveNotices()
         self.state = RecoveryState(
             record.num_ranks, recovery.max_losses if recovery else 0, record.generation, bool(recovery and recovery.replaces_all)
         )
@@ -231,6 +233,8 @@ class _Supervisor:
         if now - max(self.forked_s, self.watch.awake_s) > STARTED_S:
             _check_started(statuses, self.ended, self.children.pids, self.folder)
         if hang is None:
+            if self.record.names_waits() and (text := self.notices.find_notice(statuses, now)):
+                print(text, file=sys.stderr, flush=True)
             return
         if hang.rank < 0:
             os.kill(hang.pid, signal.SIGKILL)  # which ends the ranks
