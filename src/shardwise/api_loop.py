@@ -23,6 +23,7 @@ from shardwise.plan.ir.axis import sample_axes
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.run.loop.earlier_parameters import EarlierParameters
 from shardwise.run.loop.shard_module import shard_module
 from shardwise.run.rank_agreement import check_model_agrees, synchronize_generators
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
@@ -108,6 +109,10 @@ def auto_parallelize(
 
     def finish(model: nn.Module, deferred: DeferredInit | None) -> None:
         refuse_scripts(model)
+        with EarlierParameters(model).followed():
+            divide(model, deferred)
+
+    def divide(model: nn.Module, deferred: DeferredInit | None) -> None:
         check_model_agrees(model, world)
         source = CachedModelSource(model, deferred)
         inputs = _model_arguments(model, batch)
