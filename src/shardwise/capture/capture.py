@@ -132,7 +132,7 @@ class _ModelWithLoss(nn.Module):
         states_seen: list[ModuleState] = []
         # In closures: export restores a module's attributes.
         self.record_output: Callable[[Any], None] = outputs_seen.append
-        trace = Trace(model, TraceRecord(), answers)
+        trace = Trace(model, TraceRecord(), answers, own_parameters=dict(model.named_parameters()))
         self.trace: Callable[[], Trace] = lambda: trace
         self.structure: Callable[[], Any] = lambda: outputs_seen[-1] if outputs_seen else None
         self.record_state: Callable[[ModuleState], None] = states_seen.append
