@@ -114,9 +114,10 @@ def auto_parallelize(
 
     def divide(model: nn.Module, deferred: DeferredInit | None) -> None:
         check_model_agrees(model, world)
-        source = CachedModelSource(model, deferred)
-        inputs = _model_arguments(model, batch)
+        source, inputs = _choose_arguments(model, batch, deferred)
         most = None if largest is None else _model_arguments(model, largest)
+        if isinstance(most, tuple) and isinstance(largest, tuple | list) and isinstance(inputs, tuple):
+            most = tuple(largest)[: len(inputs)]
         chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
         shard_module(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
@@ -217,6 +218,30 @@ def shard(loader: Iterable[Any], engine: Engine | None = None) -> ShardedLoader:
     return ShardedLoader(loader, where)
 
 
+def _choose_arguments(model: nn.Module, batch: Any, deferred: DeferredInit | None) -> tuple[ModelSource, Any]:
+    """Return the model's arguments in a loader's batch, with a source that may have captured them.
+
+    Of a tuple those are as many as `forward` has places for (`forward(x, targets=None)`), if it can be captured with them; what is left
+    over belongs to the loss, and a place with a default may not be meant for it.
+    """
+    needed = _model_arguments(model, batch)
+    most = forward_arguments(model, batch) if isinstance(batch, tuple | list) and isinstance(needed, tuple) else needed
+    if isinstance(needed, tuple) and len(needed) < len(most) and _num_needed(model):
+        source = CachedModelSource(model, deferred)
+        try:
+            source.capture(tuple(most), None, batch_size_of(most), outputs=True)
+            return source, tuple(most)
+        except ModelError:
+            pass  # the others have defaults
+    return CachedModelSource(model, deferred), needed
+
+
+def _num_needed(model: nn.Module) -> int:
+    """Return how many arguments of `forward`, in order, have no default."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in inspect.signature(model.forward).parameters.values())
+
+
 def _model_arguments(model: nn.Module, batch: Any) -> Any:
     """Return the model's arguments in a loader's batch: the keys of a dict that `forward` names, or the leading items of a tuple."""
     if isinstance(batch, Tensor):
@@ -226,10 +251,8 @@ def _model_arguments(model: nn.Module, batch: Any) -> Any:
         if names.keys() & batch.keys() or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
             return forward_arguments(model, batch)
         batch = tuple(batch.values())  # no key is a parameter's name: pass the values in order
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return tuple(batch)
-    needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
     # Where all have defaults (Hugging Face's models), the model is called with the first.
-    return tuple(batch)[: max(needed, 1)]
+    return tuple(batch)[: max(_num_needed(model), 1)]

@@ -61,7 +61,11 @@ class _Rebinding:
         self._done[id(function)] = function, function  # a function that reaches itself
         cells = tuple(self._rebind_cell(cell) for cell in function.__closure__ or ())
         defaults, keyword_defaults = self.rebind(function.__defaults__), self.rebind(function.__kwdefaults__)
-        if _are_same(cells, function.__closure__ or ()) and defaults is function.__defaults__ and keyword_defaults is function.__kwdefaults__:
+        if (
+            _are_same(cells, function.__closure__ or ())
+            and defaults is function.__defaults__
+            and keyword_defaults is function.__kwdefaults__
+        ):
             return function
         bound = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
         bound.__kwdefaults__ = keyword_defaults

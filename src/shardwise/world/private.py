@@ -241,6 +241,11 @@ def tensor_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]
 
 
+def submodules_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's table of submodules."""
+    return module._modules
+
+
 def direct_state(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and persistent buffers."""
     state = {key: x for key, x in module._buffers.items() if key not in module._non_persistent_buffers_set}
