@@ -82,7 +82,7 @@ def auto_parallelize(
 
     `batch`: a global batch as the loader yields it, or a `DataLoader`, whose first batch is taken without changing the state of random
     number generators; the model is called with its first tensors (or keywords), the rest are targets. A layout without a pipeline is
-    chosen for all ranks, or `plan` gives it ("data=2 zero=3"). An existing `model` is returned; build its optimizer afterwards.
+    chosen for all ranks, or `plan` gives it ("data=2 zero=3"). An existing `model` is returned; optimizers of it may have been made before.
     `largest`: a batch as large as any in the loop (the longest sequences), for which the chosen plan has memory. A model that is built
     in the block never allocates more than this rank's shards.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -46,9 +46,10 @@ class _Rebinding:
                 owner = self.rebind(x.__self__)
                 return x if owner is x.__self__ else MethodType(x.__func__, owner)
             case functools.partial():
-                new = [self.rebind(x.func), *map(self.rebind, x.args)], {name: self.rebind(v) for name, v in x.keywords.items()}
-                same = _are_same(new[0], (x.func, *x.args)) and _are_same(new[1].values(), x.keywords.values())
-                return x if same else type(x)(*new[0], **new[1])
+                function, *args = (self.rebind(item) for item in (x.func, *x.args))
+                keywords = {name: self.rebind(value) for name, value in x.keywords.items()}
+                is_same = _are_same((function, *args, *keywords.values()), (x.func, *x.args, *x.keywords.values()))
+                return x if is_same else type(x)(function, *args, **keywords)
             case list() | tuple() if type(x) in (list, tuple):
                 items = [self.rebind(item) for item in x]
                 return x if _are_same(items, x) else type(x)(items)
@@ -75,14 +76,15 @@ class _Rebinding:
 
     def _rebind_cell(self, cell: CellType) -> CellType:
         if id(cell) in self._done:
-            return self._done[id(cell)][1]
+            return cast(CellType, self._done[id(cell)][1])
         try:
             content = cell.cell_contents
         except ValueError:  # not assigned yet
             return cell
         bound = self.rebind(content)
-        self._done[id(cell)] = cell, cell if bound is content else CellType(bound)
-        return self._done[id(cell)][1]
+        bound_cell = cell if bound is content else CellType(bound)
+        self._done[id(cell)] = cell, bound_cell
+        return bound_cell
 
 
 def _are_same(items: Any, others: Any) -> bool:

@@ -126,8 +126,8 @@ def hook_tables_of(p: Tensor) -> GradientHookTables | None:
     return getattr(p, _ATTRIBUTE, None)
 
 
-register_on_gradient = Tensor.register_hook
-register_after_accumulation = Tensor.register_post_accumulate_grad_hook
+register_on_gradient: Callable[..., Any] = Tensor.register_hook  # torch's own
+register_after_accumulation: Callable[..., Any] = Tensor.register_post_accumulate_grad_hook
 
 
 @cache

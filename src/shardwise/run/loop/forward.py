@@ -220,12 +220,6 @@ class CapturedForward:
 CallKey = tuple[Modes, Hashable, BatchMode, HookedModules, AttributeChanges]
 
 
-def attribute_reads_of(source: ModelSource) -> set[AttributeRead]:
-    """Return the attributes that the captures of a source read."""
-    captures = source.captures.values() if isinstance(source, CachedModelSource) else ()
-    return {read for captured in captures for read in captured.attribute_reads}
-
-
 @dataclass(frozen=True)
 class ModuleCaptures:
     """The captures of one model, by its modes and input structure: `net(x)` is another graph than `net(x, targets)`.
@@ -291,7 +285,7 @@ class ModuleCaptures:
             mode = "trains" if call[0][0] else "evaluates"
             names = ", ".join(sorted(tensors_of(inputs)))
             raise ModelError(f"the model as it {mode} now, called with {names}, cannot be divided: {error}") from error
-        self.attribute_reads.update(attribute_reads_of(source))
+        self.attribute_reads.update(source.attribute_reads)
         return rank_model
 
     def nest_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -39,7 +39,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.loop.attribute_watch import AttributeWatch
 from shardwise.run.loop.earlier_parameters import keep_parameter_objects
-from shardwise.run.loop.forward import GraphReplica, ModuleCaptures, attribute_reads_of
+from shardwise.run.loop.forward import GraphReplica, ModuleCaptures
 from shardwise.run.loop.module import OVERRIDDEN_ATTRIBUTES, ShardedModule, sharded_modules_of, unsharded_tensors
 from shardwise.run.loop.mutation_guard import MutationGuard
 from shardwise.run.loop.optimizer_state import full_optimizer_state, patch_optimizer_methods
@@ -179,7 +179,7 @@ def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, 
     register_submodule_hooks(model, _sharded_buffer_specs(parts, world, layout.mesh), world)
     captures = ModuleCaptures(
         parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model),
-        attribute_reads=attribute_reads_of(source),
+        attribute_reads=set(source.attribute_reads),
     )  # fmt: skip
     exchange = LoopGradientReducer(parts.groups, parts.parameters, world)
     attributes = AttributeWatch(model, captures.attribute_reads)
