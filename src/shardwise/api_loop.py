@@ -115,9 +115,7 @@ def auto_parallelize(
     def divide(model: nn.Module, deferred: DeferredInit | None) -> None:
         check_model_agrees(model, world)
         source, inputs = _choose_arguments(model, batch, deferred)
-        most = None if largest is None else _model_arguments(model, largest)
-        if isinstance(most, tuple) and isinstance(largest, tuple | list) and isinstance(inputs, tuple):
-            most = tuple(largest)[: len(inputs)]
+        most = None if largest is None else _arguments_like(inputs, model, largest)
         chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
         shard_module(model, source, chosen, inputs, world)
         mesh = chosen.layout.mesh
@@ -234,6 +232,12 @@ def _choose_arguments(model: nn.Module, batch: Any, deferred: DeferredInit | Non
         except ModelError:
             pass  # the others have defaults
     return CachedModelSource(model, deferred), needed
+
+
+def _arguments_like(inputs: Any, model: nn.Module, batch: Any) -> Any:
+    """Return as many arguments of another batch as `inputs` are."""
+    is_in_order = isinstance(inputs, tuple) and isinstance(batch, tuple | list)
+    return tuple(batch)[: len(inputs)] if is_in_order else _model_arguments(model, batch)
 
 
 def _num_needed(model: nn.Module) -> int:
