@@ -164,6 +164,38 @@ def test_what_was_made_before_trains_as_in_one_process(ranks: Callable[..., list
         assert found == {name: pytest.approx(losses, rel=1e-9) for name, losses in wanted.items()}
 
 
+class Branching(nn.Module):
+    """A model that cannot be captured: what it computes depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.up(x))
+        return self.down(y if float(x.sum()) < 1e9 else -y)
+
+
+def whole(divide: Divide) -> list[float]:
+    net = make(Branching)
+    opt = torch.optim.AdamW(net.parameters(), lr=0.02)
+    losses = train(net, opt)
+    for p in net.parameters():
+        p.register_hook(lambda grad: grad / (1 + grad.norm()))
+    net = divide(net)
+    return losses + train(net, opt)
+
+
+def every_whole(world: World) -> Any:
+    return found_in(world, ["whole"], {"whole": whole}, "data=2", ())["whole"]
+
+
+def test_a_model_that_runs_whole_follows_them_too(ranks: Callable[..., list[Any]]) -> None:
+    # Its loop calls it with the whole batch on every rank: each computes all of it, and the mean over ranks is that of the batch.
+    wanted = pytest.approx(serial_of({"whole": whole})["whole"], rel=1e-9)
+    assert ranks(every_whole, 2) == [wanted] * 2
+
+
 def test_an_optimizer_that_takes_a_shard_in_another_way_is_refused(ranks: Callable[..., list[Any]]) -> None:
     assert all("got up.weight" in said for said in ranks(copied, 2))
 
