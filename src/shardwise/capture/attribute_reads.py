@@ -34,7 +34,7 @@ def select_values(reads: Iterable[tuple[type, str]]) -> frozenset[AttributeRead]
         (class_name_of(kind), name)
         for kind, name in reads
         if name not in _MODULE_KEYS
-        and not name.startswith("__")
+        and not hasattr(nn.Module, name)
         and not hasattr(inspect.getattr_static(kind, name, None), "__get__")  # functions, properties and other descriptors have it
     )
 
