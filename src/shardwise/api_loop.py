@@ -24,6 +24,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.run.loop.cumulative_statistics import trace_without_counters
+from shardwise.run.loop.earlier_parameters import EarlierParameters
 from shardwise.run.loop.shard_module import shard_module
 from shardwise.run.rank_agreement import check_model_agrees, synchronize_generators
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
@@ -83,7 +84,7 @@ def auto_parallelize(
 
     `batch`: a global batch as the loader yields it, or a `DataLoader`, whose first batch is taken without changing the state of random
     number generators; the model is called with its first tensors (or keywords), the rest are targets. A layout without a pipeline is
-    chosen for all ranks, or `plan` gives it ("data=2 zero=3"). An existing `model` is returned; build its optimizer afterwards.
+    chosen for all ranks, or `plan` gives it ("data=2 zero=3"). An existing `model` is returned; optimizers of it may have been made before.
     `largest`: a batch as large as any in the loop (the longest sequences), for which the chosen plan has memory. A model that is built
     in the block never allocates more than this rank's shards.
 
@@ -111,10 +112,13 @@ def auto_parallelize(
 
     def finish(model: nn.Module, deferred: DeferredInit | None) -> None:
         refuse_scripts(model)
+        with EarlierParameters(model).followed():
+            divide(model, deferred)
+
+    def divide(model: nn.Module, deferred: DeferredInit | None) -> None:
         check_model_agrees(model, world)
-        source = CachedModelSource(model, deferred)
-        inputs = _model_arguments(model, batch)
-        most = None if largest is None else _model_arguments(model, largest)
+        source, inputs = _choose_arguments(model, batch, deferred)
+        most = None if largest is None else _arguments_like(inputs, model, largest)
         with trace_without_counters(model):
             chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
             shard_module(model, source, chosen, inputs, world)
@@ -220,6 +224,36 @@ def shard(loader: Iterable[Any], engine: Engine | None = None, *, load_whole: bo
     return ShardedLoader(loader, where, load_whole)
 
 
+def _choose_arguments(model: nn.Module, batch: Any, deferred: DeferredInit | None) -> tuple[ModelSource, Any]:
+    """Return the model's arguments in a loader's batch, with a source that may have captured them.
+
+    Of a tuple those are as many as `forward` has places for (`forward(x, targets=None)`), if it can be captured with them; what is left
+    over belongs to the loss, and a place with a default may not be meant for it.
+    """
+    needed = _model_arguments(model, batch)
+    most = forward_arguments(model, batch) if isinstance(batch, tuple | list) and isinstance(needed, tuple) else needed
+    if isinstance(needed, tuple) and len(needed) < len(most) and _num_needed(model):
+        source = CachedModelSource(model, deferred)
+        try:
+            source.capture(tuple(most), None, batch_size_of(most), outputs=True)
+            return source, tuple(most)
+        except ModelError:
+            pass  # the others have defaults
+    return CachedModelSource(model, deferred), needed
+
+
+def _arguments_like(inputs: Any, model: nn.Module, batch: Any) -> Any:
+    """Return as many arguments of another batch as `inputs` are."""
+    is_in_order = isinstance(inputs, tuple) and isinstance(batch, tuple | list)
+    return tuple(batch)[: len(inputs)] if is_in_order else _model_arguments(model, batch)
+
+
+def _num_needed(model: nn.Module) -> int:
+    """Return how many arguments of `forward`, in order, have no default."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in inspect.signature(model.forward).parameters.values())
+
+
 def _model_arguments(model: nn.Module, batch: Any) -> Any:
     """Return the model's arguments in a loader's batch: the keys of a dict that `forward` names, or the leading items of a tuple."""
     if isinstance(batch, Tensor):
@@ -229,10 +263,8 @@ def _model_arguments(model: nn.Module, batch: Any) -> Any:
         if names.keys() & batch.keys() or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values()):
             return forward_arguments(model, batch)
         batch = tuple(batch.values())  # no key is a parameter's name: pass the values in order
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return tuple(batch)
-    needed = sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
     # Where all have defaults (Hugging Face's models), the model is called with the first.
-    return tuple(batch)[: max(needed, 1)]
+    return tuple(batch)[: max(_num_needed(model), 1)]

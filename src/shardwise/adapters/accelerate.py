@@ -14,7 +14,6 @@ from functools import cache, wraps
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shardwise.adapters.first_call import PlanLike, divide_module
@@ -137,14 +136,13 @@ class DividingAccelerator(_Accelerator):  # type: ignore[misc]
         """Prepare as Accelerate does; a model that is prepared with a data loader is parallelized first."""
         models = [x for x in args if isinstance(x, nn.Module)]
         loaders = [x for x in args if isinstance(x, DataLoader)]
-        optimizers = [x for x in args if isinstance(x, Optimizer)]
         if any(not sharded_modules_of(model) for model in models) and loaders:
             if len(models) > 1:
                 raise UsageError(
                     f"{len(models)} models are prepared together, and what each is called with is not known: divide each by "
                     "shardwise.auto_parallelize(model, batch) before, and prepare() leaves them alone"
                 )
-            divide_module(models[0], lambda: first_batch(loaders[0]), self.plan, current_world(), optimizers)
+            divide_module(models[0], lambda: first_batch(loaders[0]), self.plan, current_world())
         return super().prepare(*args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

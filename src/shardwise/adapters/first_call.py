@@ -9,19 +9,17 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.optim import Optimizer
 
 from shardwise.api_loop import auto_parallelize
 from shardwise.errors import UsageError
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.loop.gathered_optimizer import gather_for_steps
 from shardwise.run.loop.module import sharded_modules_of
 from shardwise.run.rank_agreement import synchronize_generators
 from shardwise.train.data.peek_first_batch import preserve_random_state
@@ -42,22 +40,16 @@ class _FirstCall(BaseException):
         self.args, self.kwargs = args, kwargs
 
 
-def divide_module(module: nn.Module, batch: Callable[[], Any], plan: PlanLike, world: World, optimizers: Sequence[Optimizer] = ()) -> None:
+def divide_module(module: nn.Module, batch: Callable[[], Any], plan: PlanLike, world: World) -> None:
     """Parallelize `module`, captured with `batch()` (as for `shardwise.auto_parallelize`); every rank then calls it with the global batch.
 
-    A module that is parallelized already, or contains one that is, is left unchanged. `optimizers`: built with the module's parameters;
-    their parameter groups get the sharded parameters.
-
-    Raises:
-        UsageError: an optimizer has made steps.
+    A module that is parallelized already, or contains one that is, is left unchanged.
     """
     _synchronize_all_generators(world)
     if not sharded_modules_of(module):
         with preserve_random_state():
             first = batch()
-        old_names = {id(p): name for name, p in module.named_parameters()}
         auto_parallelize(module, first, plan=plan, world=world)
-        _replace_parameters(optimizers, old_names, dict(module.named_parameters()))
     for _, sharded_module in sharded_modules_of(module):
         sharded_module.expect_full_batches()
 
@@ -106,16 +98,6 @@ def _arguments_as_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             return args
         named.update(value if isinstance(value, Mapping) and kind is inspect.Parameter.VAR_KEYWORD else {name: value})
     return named
-
-
-def _replace_parameters(optimizers: Sequence[Optimizer], old_names: Mapping[int, str], now: Mapping[str, nn.Parameter]) -> None:
-    """Replace the parameters that a module had in the optimizers' groups by those of the same names that it has now."""
-    for optimizer in optimizers:
-        if any(id(p) in old_names and optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]):
-            raise UsageError(f"{type(optimizer).__name__} has made steps before its model was parallelized: prepare both first")
-        for group in optimizer.param_groups:
-            group["params"] = [now[old_names[id(p)]] if id(p) in old_names else p for p in group["params"]]
-        gather_for_steps(optimizer, optimizer.param_groups)
 
 
 def _synchronize_all_generators(world: World) -> None:

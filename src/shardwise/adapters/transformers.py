@@ -81,7 +81,7 @@ class DividingTrainer(_Trainer):  # type: ignore[misc]
             return first_call(inner, lambda: self.compute_loss(model, inputs, num_items_in_batch=count))
 
         model.train()
-        divide_module(inner, batch, self._plan, current_world(), [x for x in (self.optimizer,) if x is not None])
+        divide_module(inner, batch, self._plan, current_world())
 
     @contextmanager
     def _plain_loaders(self) -> Iterator[None]:

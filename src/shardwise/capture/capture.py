@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import shardwise
+from shardwise.capture.attribute_reads import AttributeRead, record_attribute_reads, select_values
 from shardwise.capture.autograd_functions import TraceRecord
 from shardwise.capture.branch_answers import BranchAnswers, capture_past_checks
 from shardwise.capture.exported import ProgramReader
@@ -51,6 +52,7 @@ class CapturedGraph:
     graph: Graph
     constants: Mapping[str, torch.Tensor]
     structure: Any = None  # the model's output with fake tensors, if captured without a loss
+    attribute_reads: frozenset[AttributeRead] = frozenset()
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -132,17 +134,19 @@ class _ModelWithLoss(nn.Module):
         states_seen: list[ModuleState] = []
         # In closures: export restores a module's attributes.
         self.record_output: Callable[[Any], None] = outputs_seen.append
-        trace = Trace(model, TraceRecord(), answers)
+        trace = Trace(model, TraceRecord(), answers, own_parameters=dict(model.named_parameters()))
         self.trace: Callable[[], Trace] = lambda: trace
         self.structure: Callable[[], Any] = lambda: outputs_seen[-1] if outputs_seen else None
         self.record_state: Callable[[ModuleState], None] = states_seen.append
+        reads: set[tuple[type, str]] = set()
+        self.attribute_reads: Callable[[], set[tuple[type, str]]] = lambda: reads
         self.state_after: Callable[[], ModuleState] = lambda: states_seen[-1]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         values = iter(tensors)
         new = {path: next(values) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in named_leaves(self._batch)}
         batch = replace_leaves(self._batch, new)
-        with patched_for_call(self.trace()), self.trace().answers.watching_model():
+        with patched_for_call(self.trace()), self.trace().answers.watching_model(), record_attribute_reads(self.attribute_reads()):
             if self._returns_model_outputs:
                 output = call_model(self.model, batch)
                 self.record_output(output)
@@ -308,7 +312,7 @@ def _export_to_graph(step: _ModelWithLoss, batch: Any, batched: frozenset[str], 
                 graph, constants = reading.read(program.run_decompositions({}))
             except UnsupportedAliasing as error:
                 raise ModelError(str(error)) from error
-        return CapturedGraph(graph, constants, step.structure())
+        return CapturedGraph(graph, constants, step.structure(), select_values(step.attribute_reads()))
 
 
 def _refuse_data_dependent_shapes(program: Any) -> None:

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as for_real
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shardwise.capture.closures import rebind_functions
 from shardwise.capture.nesting import named_leaves
 from shardwise.errors import ModelError
 
@@ -41,7 +42,7 @@ __all__ = [
     "DATA_DEPENDENT_ERRORS", "DETECT_CAUSAL_MASK", "DEVICE_INIT", "FAKE_TENSOR_ERRORS", "LSTM_LAYER", "MODULE_APPLY", "NAMES",
     "NO_STACK_TRACES", "TORCH_ASSERT", "VALIDATE_ARGS", "DispatchMode", "Fake", "FakeMode", "HostFakeMode", "assume_in_trace",
     "clear_fake_tensor_memo", "decompositions", "fake_copy", "fake_mode", "for_real", "fx_config", "patched_attribute",
-    "silence_fake_tensor_log", "transformer", "tree_flatten", "tree_map", "written_arguments",
+    "set_original", "silence_fake_tensor_log", "transformer", "tree_flatten", "tree_map", "written_arguments",
 ]  # fmt: skip
 
 TORCH_ASSERT = torch._assert  # used by models to check values that a trace does not have
@@ -143,6 +144,14 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
+_ORIGINAL = "shardwise_original"
+
+
+def set_original(fake: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Note for `fake_copy` that a fake tensor stands in a module where lists and closures have `tensor`."""
+    setattr(fake, _ORIGINAL, tensor)
+
+
 def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch.Tensor] | None = None) -> nn.Module:
     """Return a deep copy of the module on fake CPU tensors of `fake_mode`. The module is not changed and its data not copied.
 
@@ -154,14 +163,18 @@ def fake_copy(module: nn.Module, fake_mode: FakeMode, originals: dict[int, torch
     """
     twins = _FakeCopies(fake_mode, {} if originals is None else originals)
     memo: dict[int, Any] = {id(t): twins.fake_of(t) for t in (*module.parameters(), *module.buffers())}
+    # Lists and closures of a divided module have the tensors for which others stand in its tables now.
+    memo.update({id(x): memo[id(t)] for t in (*module.parameters(), *module.buffers()) if (x := getattr(t, _ORIGINAL, None)) is not None})
     # A generator is not copied, since its state is a real tensor; a trace refuses draws from it.
     memo.update({id(g): g for part in module.modules() for _, g in named_leaves(dict(vars(part))) if isinstance(g, torch.Generator)})
     try:
         with twins:
-            return copy.deepcopy(module, memo)
+            copied = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         name = type(module).__name__
         raise ModelError(f"{name} cannot be copied for tracing: {error}; make its attributes copyable, or keep them out of it") from error
+    rebind_functions(copied, memo)
+    return copied
 
 
 class _FakeCopies(TorchFunctionMode):

@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from shardwise.capture.nesting import map_tensors, tensors_in
 from shardwise.capture.patches import PATCHES
 from shardwise.capture.patches.patch import CallHooks, Trace
 from shardwise.model.graph import Graph
@@ -21,6 +22,8 @@ class _CallInterceptor(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._answers = trace.answers
+        current = dict(trace.model.named_parameters())
+        self._replaced = {id(p): current[name] for name, p in trace.own_parameters.items() if current.get(name, p) is not p}
         watches = [
             patch.make_call_hooks(trace) if patch.make_call_hooks else CallHooks(replacements=patch.replacements) for patch in PATCHES
         ]
@@ -39,6 +42,8 @@ class _CallInterceptor(TorchFunctionMode):
             raise
 
     def _run_patched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(id(x) in self._replaced for x in tensors_in((args, kwargs))):
+            args, kwargs = map_tensors((args, kwargs), lambda x: self._replaced.get(id(x), x))
         for before in self._before:
             before(func, args, kwargs)
         for call in self._calls.get(func, ()):

@@ -8,6 +8,7 @@ members, no global state of torch.distributed, and no common order in which all 
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +66,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     ),
     (torch, "_foreach_norm"),
     (torch.Tensor, "_base"),
+    (torch.Tensor, "_backward_hooks"),
+    (torch.Tensor, "_post_accumulate_grad_hooks"),
     (torch.Tensor, "_version"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (torch, "_scaled_mm"),
@@ -238,10 +241,37 @@ def tensor_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]
 
 
+def submodules_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return a module's table of submodules."""
+    return module._modules
+
+
 def direct_state(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and persistent buffers."""
     state = {key: x for key, x in module._buffers.items() if key not in module._non_persistent_buffers_set}
     return {key: x for key, x in {**module._parameters, **state}.items() if x is not None}
+
+
+def take_gradient_hooks(p: Tensor) -> tuple[Any, Any]:
+    """Remove a tensor's gradient hooks; return torch's tables of them (None if it had none): on the gradient, and after accumulation.
+
+    Handles of hooks refer to these tables, so that they still remove them.
+    """
+    with as_base_tensor():
+        tables = p._backward_hooks, p._post_accumulate_grad_hooks
+        p._backward_hooks = None
+        if tables[1] is not None:
+            p._post_accumulate_grad_hooks = OrderedDict()  # None would leave them where they are called
+    return tables
+
+
+def set_gradient_hooks(p: Tensor, on_gradient: Any, after_accumulation: Any) -> None:
+    """Give a tensor tables of gradient hooks, where they are not None."""
+    with as_base_tensor():
+        if on_gradient is not None:
+            p._backward_hooks = on_gradient
+        if after_accumulation is not None:
+            p._post_accumulate_grad_hooks = after_accumulation
 
 
 def after_backward(callback: Any) -> None:

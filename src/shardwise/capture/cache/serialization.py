@@ -33,7 +33,8 @@ def dump(captured: CapturedGraph) -> bytes | None:
         for path, leaf in named_leaves(captured.structure)
     }
     try:
-        text = json.dumps([to_json_value(captured.graph), to_json_value(replace_leaves(captured.structure, storable))])
+        structure = to_json_value(replace_leaves(captured.structure, storable))
+        text = json.dumps([to_json_value(captured.graph), structure, to_json_value(tuple(sorted(captured.attribute_reads)))])
     except UnwritableValue:
         return None
     return save_tensors({name: x.clone() if shared else x for name, x in constants.items()}, metadata={_KEY: text})
@@ -43,7 +44,7 @@ def load(data: bytes) -> CapturedGraph | None:
     """Deserialise the bytes of `dump`; None if they need classes that are not loaded."""
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        graph, structure = (from_json_value(part) for part in json.loads(header["__metadata__"][_KEY]))
-        return CapturedGraph(graph, load_tensors(data), structure)
+        graph, structure, reads = (from_json_value(part) for part in json.loads(header["__metadata__"][_KEY]))
+        return CapturedGraph(graph, load_tensors(data), structure, frozenset(reads))
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError):
         return None

@@ -27,13 +27,15 @@ Block = AbstractContextManager[None]
 class Trace:
     """A model under tracing, the record beside its operators, and the answers to its branch questions.
 
-    `memory`: state of patches across calls of the model; a second call may read what the first left in attributes.
+    `memory`: state of patches across calls of the model; a second call may read what the first left in attributes. `own_parameters`: those
+    of the model before torch replaced them for the trace; lists and closures that the model keeps still have them.
     """
 
     model: nn.Module
     record: TraceRecord
     answers: BranchAnswers
     memory: dict[str, Any] = field(default_factory=dict)
+    own_parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

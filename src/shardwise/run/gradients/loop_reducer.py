@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.run.gradients.parameter_hooks import ParameterHooks, register_after_accumulation, register_on_gradient
 from shardwise.run.gradients.replica_watch import ReplicaWatch
 from shardwise.run.state.parameters import FlatGroup, share_gradient_memory
 from shardwise.world import private
@@ -52,22 +53,25 @@ class LoopGradientReducer:
         self._parameters, self._uses_differ, self._reduces_at_end = parameters, uses_differ, reduces_at_end
         self._in_backward = False
         self._arriving: set[str] = set()  # parameters whose gradient is not in `.grad` yet
-        self._used: set[str] = set()
+        self._used: dict[str, None] = {}  # in the order of backward
         self._num_missing: list[int] = []
         self._works: list[Any] = []
         self._rows = dict.fromkeys(outputs, 0.0)
-        self._is_accumulating = False
-        self._used_before: set[str] = set()  # used by backwards without a reduction
+        self._is_accumulating, self._reduces_now = False, True
+        self._used_before: dict[str, None] = {}  # used by backwards without a reduction
+        reduced = {name for group, _ in self._reduced_groups for name in group.views}
+        trained = {member.name: parameters[member.name] for group in groups for member in group.members}
         for number, (_, _, bucket) in enumerate(self._ordered_buckets):
             for name in bucket.names:
                 with private.as_base_tensor():
-                    parameters[name].register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
-                    parameters[name].register_post_accumulate_grad_hook(partial(self._on_accumulated, number, name))  # type: ignore[no-untyped-call]
+                    register_on_gradient(parameters[name], partial(self._on_gradient, name))
+                    register_after_accumulation(parameters[name], partial(self._on_accumulated, number, name))
+        self._hooks = ParameterHooks(trained, reduced, self._queue_hooks)  # the user's
 
     @contextmanager
     def accumulate_locally(self) -> Iterator[None]:
         """Accumulate gradients locally within a block; the first backward after it reduces them together. If ranks may use different
-        parameters, each backward is reduced all the same."""
+        parameters, or the user has hooks on them, each backward is reduced all the same."""
         was_accumulating, self._is_accumulating = self._is_accumulating, not self._uses_differ
         try:
             yield
@@ -79,6 +83,7 @@ class LoopGradientReducer:
         if self._in_backward:
             return
         self._in_backward = True
+        self._reduces_now = not self._is_accumulating or bool(self._hooks)
         self._arriving.clear()
         self._used.clear()
         self._works.clear()
@@ -101,6 +106,7 @@ class LoopGradientReducer:
             )
         self.begin_backward()
         self._arriving.add(name)
+        self._hooks.set_aside(name)
 
     def _on_accumulated(self, number: int, name: str, p: Tensor) -> None:
         self._arriving.discard(name)
@@ -109,9 +115,9 @@ class LoopGradientReducer:
                 f"the gradient of {name} arrives twice in one backward, after it was summed over ranks; checkpoint with use_reentrant=False"
             )
         if name not in self._used:
-            self._used.add(name)
+            self._used[name] = None
             self._num_missing[number] -= 1
-            if not self._is_accumulating:
+            if self._reduces_now:
                 self._launch(is_finished=False)
 
     def _launch(self, is_finished: bool) -> None:
@@ -132,7 +138,7 @@ class LoopGradientReducer:
 
     def _finish(self) -> None:
         self._in_backward = False
-        if self._is_accumulating:
+        if not self._reduces_now:
             self._check_arrived()
             self._used_before |= self._used
             return
@@ -140,11 +146,18 @@ class LoopGradientReducer:
         for work in self._works:
             work.wait()
         self._check_arrived()
-        self._used |= {name for name in self._used_before if self._parameters[name].grad is not None}
+        self._used |= {name: None for name in self._used_before if self._parameters[name].grad is not None}
         self._used_before.clear()
         with private.as_base_tensor():
-            self._write_gradients(self._all_reduce_used() if self._uses_differ else None)
+            written = self._write_gradients(self._all_reduce_used() if self._uses_differ else None)
         self._watch.finish_backward()
+        # Ranks call hooks in one order, since an optimizer's step may communicate.
+        self._hooks.call(written if self._uses_differ else [*self._used, *(name for name in written if name not in self._used)])
+
+    def _queue_hooks(self, name: str) -> None:
+        """Call a parameter's hooks at the end of backward; its gradient is complete."""
+        self.begin_backward()
+        self._used[name] = None
 
     def _check_arrived(self) -> None:
         """Raise UsageError if a gradient was computed that does not go to `.grad`."""
@@ -176,15 +189,19 @@ class LoopGradientReducer:
                 )
         return {name for name, times in zip(names, counts.tolist(), strict=False) if times}
 
-    def _write_gradients(self, used: set[str] | None) -> None:
-        """Write the averaged gradient of every parameter that any rank used; as in one process, other gradients stay unchanged."""
+    def _write_gradients(self, used: set[str] | None) -> list[str]:
+        """Write the averaged gradient of every parameter that any rank used; as in one process, other gradients stay unchanged. Return the
+        names of those written."""
+        written = []
         for group, _ in self._reduced_groups:
             for name, view in group.views.items():
                 p = self._parameters[name]
                 is_used = bool(view.any()) if used is None else name in used
                 if name not in self._used and not (p.requires_grad and is_used):
                     continue
+                written.append(name)
                 if p.grad is None or p.grad.is_sparse:
                     p.grad = view.clone()
                 else:
                     p.grad.copy_(view)
+        return written

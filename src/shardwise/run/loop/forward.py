@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from shardwise.capture.attribute_reads import AttributeRead
 from shardwise.capture.modes import Modes, modes_of
 from shardwise.capture.nesting import (
     BatchSignature,
@@ -37,6 +38,7 @@ from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.gradients.outside_parameters import ModuleCall
 from shardwise.run.gradients.replica_watch import INTERVAL
+from shardwise.run.loop.attribute_watch import AttributeChanges, AttributeWatch
 from shardwise.run.loop.cumulative_statistics import average_cumulatively, cumulative_norms
 from shardwise.run.loop.full_weights import FullWeightCache
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
@@ -232,8 +234,8 @@ class CapturedForward:
         return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
 
 
-# The model's modes, the form of its inputs, which samples these are, and the hooks on its submodules.
-CallKey = tuple[Modes, Hashable, BatchMode, HookedModules]
+# The model's modes, the form of its inputs, which samples these are, the hooks on its submodules, and its changed attributes.
+CallKey = tuple[Modes, Hashable, BatchMode, HookedModules, AttributeChanges]
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,7 @@ class ModuleCaptures:
     signature: inspect.Signature
     modes: Modes
     variants: LRUCache[RankModel] = field(default_factory=lambda: LRUCache(MAX_CAPTURES))
+    attribute_reads: set[AttributeRead] = field(default_factory=set)
 
     @cached_property
     def batch_form(self) -> BatchSignature:
@@ -260,7 +263,7 @@ class ModuleCaptures:
 
     def rank_model_for(self, call: CallKey, inputs: Any, num_samples: int) -> RankModel:
         """Return the rank model for such a call of so many samples; it is captured at the first call."""
-        is_training_call = call == (self.modes, self.batch_form.key, BatchMode.LOCAL_SHARD, ())
+        is_training_call = call == (self.modes, self.batch_form.key, BatchMode.LOCAL_SHARD, (), ())
         if is_training_call and num_samples == self.plan.batch_size:
             return self.rank_model
         base = (
@@ -278,7 +281,7 @@ class ModuleCaptures:
 
     def _build_capture(self, call: CallKey, inputs: Any, num_samples: int) -> RankModel:
         # A source caches captures of one input form.
-        is_usual = call[1] == self.batch_form.key and not call[3]
+        is_usual = call[1] == self.batch_form.key and not call[3] and not call[4]
         batch, source = (self.batch, self.source) if is_usual else (inputs, CachedModelSource(self.source.model, self.source.deferred))
         try:
             with self.original.restored(), record_hooked_calls(self.source.model, call[3]):
@@ -295,11 +298,13 @@ class ModuleCaptures:
                     is_replicated=call[2] is BatchMode.REPLICATED,
                     gathers_outputs=call[2] is BatchMode.GLOBAL_BATCH,
                 )
-                return build_rank_model(request, self.rank_model)
+                rank_model = build_rank_model(request, self.rank_model)
         except ModelError as error:
             mode = "trains" if call[0][0] else "evaluates"
             names = ", ".join(sorted(tensors_of(inputs)))
             raise ModelError(f"the model as it {mode} now, called with {names}, cannot be divided: {error}") from error
+        self.attribute_reads.update(source.attribute_reads)
+        return rank_model
 
     def nest_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a call's arguments nested like the captured batch: by keyword or in order."""
@@ -328,6 +333,7 @@ class GraphReplica:
     rank_model: RankModel
     captures: ModuleCaptures
     mutation_guard: MutationGuard
+    attributes: AttributeWatch
     gradient_reducer: LoopGradientReducer | None = None
     optimizer_steps: OptimizerSteps | None = None
     call_convention: CallConvention = field(default_factory=CallConvention)
@@ -366,9 +372,10 @@ class GraphReplica:
             with self.gathered_weights.full_weights_in(self.model, self.rank_model, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
         hooked = self.mutation_guard.hooked_modules()
-        call = (modes_of(self.model), (form.key, cumulative) if cumulative else form.key, BatchMode.LOCAL_SHARD, hooked)
+        key = (form.key, cumulative) if cumulative else form.key
+        call = (modes_of(self.model), key, BatchMode.LOCAL_SHARD, hooked, self.attributes.changes())
         samples, batch = self._resolve_samples(call, called, form)
-        forward = self._forward_for((*call[:2], batch, hooked), samples, called)
+        forward = self._forward_for((*call[:2], batch, *call[3:]), samples, called)
         forward.rank_model.draw.step += 1
         output = forward(tensors_of(called))
         if hooked:
@@ -471,7 +478,8 @@ class GraphReplica:
         """Return a replica with the same captures over the copy's tensors."""
         tensor_tables = self.rank_model.parameters, self.rank_model.buffers
         parameters, buffers = ({name: memo.get(id(x), x) for name, x in tensors.items()} for tensors in tensor_tables)
-        return GraphReplica(copied, with_tensors(self.rank_model, parameters, buffers), self.captures, MutationGuard(copied))
+        rank_model, attributes = with_tensors(self.rank_model, parameters, buffers), self.attributes.copied_to(copied)
+        return GraphReplica(copied, rank_model, self.captures, MutationGuard(copied), attributes)
 
     def state_shards(self) -> list[StateShard]:
         """Return this rank's shards of the state dict, for a checkpoint."""

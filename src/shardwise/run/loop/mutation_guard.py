@@ -1,4 +1,4 @@
-"""Guard against changes of a module after it was sharded: later mutations are not part of its captured graphs.
+"""Guard against changes of a module after it was sharded that are not part of its captured graphs; for attributes see `attribute_watch`.
 
 At every call the module's tensors and hooks are compared with those at capture, and what has changed is refused by name.
 """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.fakes import Fake, FakeMode
+from shardwise.capture.fakes import Fake, FakeMode, set_original
 from shardwise.world import private
 
 
@@ -61,6 +61,8 @@ def _fake_copy(x: Tensor, stand_ins: dict[int, Tensor], mode: FakeMode) -> Tenso
         with mode:
             stand = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
             stand_ins[id(x)] = nn.Parameter(stand, x.requires_grad) if isinstance(x, nn.Parameter) else stand
+            if isinstance(x, nn.Parameter):  # which stays the same object; the memory of a buffer would be kept
+                set_original(stand_ins[id(x)], x)
     return stand_ins[id(x)]
 
 

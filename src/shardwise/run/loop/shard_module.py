@@ -38,11 +38,12 @@ from shardwise.plan.ir.placement import D, is_shard
 from shardwise.plan.plan import Plan
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.gradients.outside_parameters import patch_autograd
-from shardwise.run.loop.checkpoints import slot_spec
+from shardwise.run.loop.attribute_watch import AttributeWatch
+from shardwise.run.loop.earlier_parameters import keep_parameter_objects
 from shardwise.run.loop.forward import GraphReplica, ModuleCaptures
-from shardwise.run.loop.gathered_optimizer import gather_for_steps, gather_full_tensor
 from shardwise.run.loop.module import OVERRIDDEN_ATTRIBUTES, ShardedModule, sharded_modules_of, unsharded_tensors
 from shardwise.run.loop.mutation_guard import MutationGuard
+from shardwise.run.loop.optimizer_state import full_optimizer_state, patch_optimizer_methods
 from shardwise.run.loop.optimizer_steps import OptimizerSteps
 from shardwise.run.loop.original_module import OriginalModule
 from shardwise.run.loop.sharded_tensor import GlobalTensorSpec, ShardedParameter, ShardedTensor
@@ -177,11 +178,18 @@ def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, 
         )
     _mark_sharded_parameters(parts, world, layout.mesh)
     original = OriginalModule(model, OVERRIDDEN_ATTRIBUTES, fake_mode() if source.deferred is None else source.deferred.fake_mode)
+    keep_parameter_objects(model, parts)
     install_tensors(model, parts.parameters, parts.buffers)
     register_submodule_hooks(model, _sharded_buffer_specs(parts, world, layout.mesh), world)
-    captures = ModuleCaptures(parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model))
+    captures = ModuleCaptures(
+        parts, plan, source, batch, world, original, inspect.signature(model.forward), training_modes(model),
+        attribute_reads=set(source.attribute_reads),
+    )  # fmt: skip
     exchange = LoopGradientReducer(parts.groups, parts.parameters, world)
-    ShardedModule(model, plan, world, GraphReplica(model, parts, captures, MutationGuard(model), exchange, OptimizerSteps(model))).install()
+    attributes = AttributeWatch(model, captures.attribute_reads)
+    replica = GraphReplica(model, parts, captures, MutationGuard(model), attributes, exchange, OptimizerSteps(model))
+    ShardedModule(model, plan, world, replica).install()
+    attributes.changes()  # as the model is now
     _register_state_dict_hooks(model, parts)
 
 
@@ -297,77 +305,3 @@ def _guard_constructor(constructor: Callable[..., None], name: str) -> Callable[
         constructor(self, module, *args, **kwargs)
 
     return __init__
-
-
-@cache
-def patch_optimizer_methods() -> None:
-    """Patch torch's Optimizer so that state dicts of sharded parameters are never mistaken for full ones."""
-    get_state, set_state, add_group = Optimizer.state_dict, Optimizer.load_state_dict, Optimizer.add_param_group
-
-    @wraps(add_group)
-    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-        add_group(self, param_group)
-        gather_for_steps(self, self.param_groups[-1:])
-
-    @wraps(get_state)
-    def state_dict(self: Optimizer) -> dict[str, Any]:
-        first = next((p for group in self.param_groups for p in group["params"] if isinstance(p, ShardedTensor)), None)
-        if first is not None:
-            raise UsageError(
-                f"{type(self).__name__}.state_dict() would hold this rank's parts only, of {first.spec.name} {list(first.shape)} of "
-                f"{list(first.spec.global_shape)}; shardwise.save(folder, net, optimizer), called on every rank, saves all of it, and "
-                f"shardwise.load takes "
-                "it back in any layout"
-            )
-        return get_state(self)
-
-    @wraps(set_state)
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        return set_state(self, _shard_state_dict(self, state_dict))
-
-    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    Optimizer.state_dict = state_dict  # type: ignore[method-assign]
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
-
-
-def full_optimizer_state(optimizer: Optimizer, is_main: bool) -> dict[str, Any] | None:
-    """Return an optimizer's state dict with full tensors on the CPU if `is_main`, else None. Every rank calls it."""
-    state_dict: dict[str, Any] = _original_state_dict(optimizer)
-    state = {}
-    for index, slots in state_dict["state"].items():
-        # Gathers run on every rank, one tensor at a time.
-        full = {slot: gather_full_tensor(x) if isinstance(x, ShardedTensor) else x for slot, x in slots.items()}
-        if is_main:
-            state[index] = {slot: x.detach().cpu().clone() if isinstance(x, Tensor) else x for slot, x in full.items()}
-    return {**state_dict, "state": state} if is_main else None
-
-
-def _original_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    state: dict[str, Any] = getattr(Optimizer.state_dict, "__wrapped__", Optimizer.state_dict)(optimizer)
-    return state
-
-
-def _shard_state_dict(optimizer: Optimizer, slots: dict[str, Any]) -> dict[str, Any]:
-    """Return a full state dict with the slots of sharded parameters cut to this rank's shard."""
-    indices = [index for group in slots["param_groups"] for index in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = {index: p for index, p in zip(indices, parameters, strict=False) if isinstance(p, ShardedTensor)}
-    state = dict(slots["state"])
-    for index in sharded.keys() & state.keys():
-        state[index] = {slot: _shard_slot(sharded[index], slot, x) for slot, x in state[index].items()}
-    return {**slots, "state": state}
-
-
-def _shard_slot(p: ShardedTensor, slot: str, value: Any) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, ShardedTensor) or not value.dim():
-        return value
-    spec = slot_spec(p, tuple(value.shape))
-    if spec is not None:
-        with private.as_base_tensor():
-            return ShardedTensor.from_local(block_of(value, spec.block_ranges).clone(), spec)
-    if value.dim() == len(p.spec.global_shape):
-        raise UsageError(
-            f"the state {slot} of {p.spec.name} is {list(value.shape)}, and the whole parameter is {list(p.spec.global_shape)}: load whole "
-            "tensors, or what shardwise.save wrote with shardwise.load"
-        )
-    return value

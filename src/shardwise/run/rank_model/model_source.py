@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from shardwise.capture.attribute_reads import AttributeRead
 from shardwise.capture.cache import cached_capture
 from shardwise.capture.capture import CapturedGraph, Loss, capture
 from shardwise.capture.fakes import fake_copy, fake_mode
@@ -129,6 +130,11 @@ class ModelSource:
         refuse_scripts(built)
         return cls(built, deferred)
 
+    @property
+    def attribute_reads(self) -> frozenset[AttributeRead]:
+        """Attributes of modules that the captures of a caching source read."""
+        return frozenset()
+
     def loss_of(self, loss: Loss | None) -> Loss | None:
         """Return the loss that belongs to this model, materialised if it was built under deferred initialisation too."""
         criterion = loss_of(loss, self.model)
@@ -203,6 +209,11 @@ class CachedModelSource(ModelSource):
     captures: dict[tuple[int | None, bool, Modes], CapturedGraph] = field(default_factory=dict)
     shardings: dict[tuple[object, ...], Sharding] = field(default_factory=dict)
     microbatches: dict[tuple[object, ...], CapturedMicrobatch] = field(default_factory=dict)
+
+    @property
+    def attribute_reads(self) -> frozenset[AttributeRead]:
+        """Attributes of modules that the captures read."""
+        return frozenset().union(*(captured.attribute_reads for captured in self.captures.values()))
 
     def capture(
         self, batch: Any, loss: Loss | None, batch_size: int | None, outputs: bool = False, modes: Modes | None = None
