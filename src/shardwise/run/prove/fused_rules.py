@@ -1,0 +1,144 @@
+"""Rules of torch's fused operators on `FieldTensor`s: attention, normalisation, convolution, pooling, and updates of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.run.prove import finite_field as field
+from shardwise.run.prove.field_tensor import FieldTensor, NotProvable, aten, lift, rule, write
+from shardwise.run.prove.rules import matrix_product
+
+_MINUS_INFINITY = float("-inf")
+
+
+def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | None) -> Any:
+    """Return the scores of attention, hidden ones minus infinity."""
+    scores: Any = matrix_product(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~keep, _MINUS_INFINITY)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, _MINUS_INFINITY) if mask.dtype is torch.bool else scores + mask
+    return scores
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu)
+def _attend(func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None) -> Any:
+    weights = _scores(q, k, is_causal, attn_mask, scale).exp()
+    total = weights.sum(-1)
+    return matrix_product(weights / total.unsqueeze(-1), v), total.log()
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def _attend_backward(
+    func: Any, gradient: Any, q: Any, k: Any, v: Any, out: Any, log_sum: Any, dropout_p: float, is_causal: bool, *, attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    weights = (_scores(q, k, is_causal, attn_mask, scale) - log_sum.unsqueeze(-1)).exp()
+    of_weights = matrix_product(gradient, v.transpose(-1, -2))
+    of_scores = weights * (of_weights - (gradient * out).sum(-1, True)) * factor
+    transposed = matrix_product(of_scores.transpose(-1, -2), q)
+    return matrix_product(of_scores, k), transposed, matrix_product(weights.transpose(-1, -2), gradient)
+
+
+@rule(aten.native_layer_norm)
+def _layer_norm(func: Any, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    mean = x.mean(dims, True)
+    inverse = ((x - mean).square().mean(dims, True) + eps).rsqrt()
+    out = (x - mean) * inverse
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias, mean, inverse
+
+
+@rule(aten.square)
+def _square(func: Any, x: Any) -> Any:
+    return x * x
+
+
+@rule(aten.convolution)
+def _convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
+    x, weight = lift(x), lift(weight)
+    out: Any = FieldTensor(field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a))
+    return out if bias is None else out + lift(bias).reshape(-1, *[1] * (out.dim() - 2))
+
+
+@rule(aten.convolution_backward)
+def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any) -> Any:
+    gradient, x, weight, wanted = lift(gradient), lift(x), lift(weight), settings[-1]
+    shapes = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
+    of_input = of_weight = of_bias = None
+    if wanted[0]:
+        mask = [True, False, False]
+        of_input = FieldTensor(
+            field.bilinear(lambda g, w: func(g, shapes[0], w, bias_sizes, *settings[:-1], mask)[0], gradient.a, weight.a)
+        )
+    if wanted[1]:
+        mask = [False, True, False]
+        of_weight = FieldTensor(
+            field.bilinear(lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a)
+        )
+    if wanted[2]:
+        of_bias = gradient.sum([0, *range(2, gradient.dim())])
+    return of_input, of_weight, of_bias
+
+
+@rule(aten._fused_adamw_, aten._fused_adam_)
+def _update_adamw(
+    func: Any, parameters: Any, gradients: Any, means: Any, squares: Any, max_squares: Any, steps: Any, *, lr: Any, beta1: float, beta2: float,
+    weight_decay: float, eps: float, amsgrad: bool, maximize: bool, **kwargs: Any,
+) -> None:  # fmt: skip
+    if amsgrad or maximize:
+        raise NotProvable("amsgrad and maximize have no exact form yet")
+    for p, g, mean, square, count in zip(parameters, gradients, means, squares, steps, strict=True):
+        step = float(count)
+        if func.overloadpacket is aten._fused_adam_:
+            g = g + p * weight_decay
+        else:
+            write(p, p * (1 - float(lr) * weight_decay))
+        write(mean, mean * beta1 + g * (1 - beta1))
+        write(square, square * beta2 + g * g * (1 - beta2))
+        root = square.sqrt() / (1 - beta2**step) ** 0.5 + eps
+        write(p, p - mean / root * (float(lr) / (1 - beta1**step)))
+
+
+@rule(aten._fused_sgd_)
+def _update_sgd(
+    func: Any, parameters: Any, gradients: Any, momenta: Any, *, weight_decay: float, momentum: float, lr: Any, dampening: float, nesterov: bool,
+    maximize: bool, is_first_step: bool, **kwargs: Any,
+) -> None:  # fmt: skip
+    for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+        direction = (-g if maximize else g) + p * weight_decay
+        if momentum:
+            write(momenta[i], direction if is_first_step else momenta[i] * momentum + direction * (1 - dampening))
+            direction = direction + momenta[i] * momentum if nesterov else momenta[i]
+        write(p, p - direction * float(lr))
+
+
+@rule(aten._foreach_copy_)
+def _copy_each(func: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], *rest: Any) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        write(target, source)
+
+
+@rule(aten._foreach_norm)
+def _norm_each(func: Any, tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> list[Any]:
+    return [torch.linalg.vector_norm(x, ord) for x in tensors]
+
+
+@rule(aten._foreach_mul_, aten._foreach_mul)
+def _multiply_each(func: Any, tensors: Sequence[Any], factor: Any) -> Any:
+    factors = factor if isinstance(factor, list | tuple) else [factor] * len(tensors)
+    products = [x * f for x, f in zip(tensors, factors, strict=True)]
+    if func.overloadpacket is aten._foreach_mul:
+        return products
+    for x, product in zip(tensors, products, strict=True):
+        write(x, product)
+    return None
+
+

@@ -1,0 +1,32 @@
+"""Result of a proof: equal, or what differs first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor of one rank that is not the serial run's. `kind`: gradient, weight, or a slot of the optimizer."""
+
+    step: int
+    rank: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.name} on rank {self.rank} in step {self.step + 1}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`points`: random points at which both sides were equal, or at the last of which they were not."""
+
+    layout: str
+    model: str
+    points: int
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
