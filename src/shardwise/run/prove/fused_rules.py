@@ -30,7 +30,7 @@ def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | No
 def _attend(func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None) -> Any:
     weights = _scores(q, k, is_causal, attn_mask, scale).exp()
     total = weights.sum(-1)
-    return matrix_product(weights / total.unsqueeze(-1), v), total.log()
+    return FieldTensor(matrix_product(weights / total.unsqueeze(-1), v).a), total.log()  # exponents renewed, as by the division of a ring
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)

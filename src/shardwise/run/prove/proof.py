@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.run.prove.locate import WrongValue
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -20,12 +22,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """`points`: random points at which both sides were equal, or at the last of which they were not."""
+    """`points`: random points at which both sides were equal, or at the last of which they were not. `wrong_value`: the first operator whose
+    value differs, if the difference arises in forward."""
 
     layout: str
     model: str
     points: int
     differences: tuple[Difference, ...] = ()
+    wrong_value: WrongValue | None = None
 
     @property
     def ok(self) -> bool:

@@ -22,11 +22,13 @@ from shardwise.capture.nesting import named_leaves, replace_leaves
 from shardwise.model.graph import Graph, Variable
 from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.ir.choice import AUTO, AllReduceChoices
+from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.engine import Engine
 from shardwise.run.prove import fused_rules, rules  # noqa: F401 - they register the rules of operators
 from shardwise.run.prove.field_tensor import FieldMode, FieldTensor, equals, lift, random_numbers
+from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
 from shardwise.run.prove.proof import Difference, Proof
 from shardwise.run.prove.rank_threads import Exchange, thread_world
 from shardwise.run.rank_model.model_source import CachedModelSource
@@ -83,12 +85,14 @@ def prove_plan(
     source = replace(source, has_values=False)
     source.capture_all(plan, batch, loss)
     subject = ProofSubject(plan, make, batch, loss, source, options)
-    differences: list[Difference] = []
+    differences, wrong = list[Difference](), None
     for point in range(options.points):
-        differences = _PointProof(subject, options.seed + point).run()
+        run = _PointProof(subject, options.seed + point)
+        differences = run.run()
         if differences:
+            wrong = run.locate()
             break
-    return Proof(str(replace(plan.layout, precision="float32")), plan.model, options.points, tuple(differences))
+    return Proof(str(replace(plan.layout, precision="float32")), plan.model, options.points, tuple(differences), wrong)
 
 
 class _PointProof:
@@ -127,15 +131,43 @@ class _PointProof:
             for difference in self._compare(step, rank, actual, expected)
         ]
 
+    def locate(self) -> WrongValue | None:
+        """Return the first operator whose value differs in forward; None if all agree, as where only gradients differ."""
+        layout = self.subject.plan.layout
+        serial_plan = replace(self.subject.plan, layout=Layout.parse(f"microbatches={layout.microbatches} precision=float64"), stages=())
+        serial, graph = Values(), self.graph
+        recorded: list[Values] = [Values() for _ in range(layout.num_ranks)]
+        places: list[Any] = [None] * layout.num_ranks
+
+        def run_rank(world: World, plan: Plan, values: list[Values]) -> None:
+            with FieldMode():  # type: ignore[no-untyped-call]
+                engine = self._build_engine(world, plan)
+                values[world.rank] = record_values(engine)
+                if plan is self.subject.plan:
+                    places[world.rank] = place_of(engine)
+                engine.forward_backward(self.batch)
+
+        run_rank(World(), serial_plan, one := [serial])
+        whole = {(m, value): x for (m, value, _), x in one[0].items()}
+        room = Exchange(layout.num_ranks)
+        room.scheduler.run(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
+        assert graph is not None
+        order = [(op.site, value) for op in graph.operators for value in op.outputs]
+        return first_wrong_value(order, whole, places, recorded)
+
+    def _build_engine(self, world: World, plan: Plan) -> Engine:
+        subject = self.subject
+        engine = Engine(plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=self.seed)
+        with torch.no_grad():
+            self._fill(engine, engine.rank_model.graph)
+        return engine
+
     def _run_rank(self, world: World) -> None:
         subject = self.subject
         with FieldMode():  # type: ignore[no-untyped-call]
-            engine = Engine(subject.plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=self.seed)
-            graph = engine.rank_model.graph
+            engine = self._build_engine(world, subject.plan)
             if world.rank == 0:
-                self.graph, self.traits = graph, serial_traits(engine)
-            with torch.no_grad():
-                self._fill(engine, graph)
+                self.graph, self.traits = engine.rank_model.graph, serial_traits(engine)
             for step in range(subject.options.steps):
                 result = engine.forward_backward(self.batch, wants_input_gradients=False)
                 total, work = result.pending_loss or (torch.zeros(()), None)
@@ -155,7 +187,7 @@ class _PointProof:
             if shard.slot or shard.name not in variables or shard.kind not in ("parameter", "buffer"):
                 continue
             shard.tensor.copy_(_part_of(self._value(shard.kind, variables[shard.name]), shard))
-        engine._optimizer.load_parameters()
+        engine.refresh_parameter_copies()
 
     def _value(self, kind: str, v: Variable) -> Tensor:
         if kind == "buffer":

@@ -114,13 +114,15 @@ def _negate(func: Any, x: FieldTensor) -> FieldTensor:
 
 @rule(aten.mul)
 def multiply(func: Any, x: Any, y: Any) -> FieldTensor:
+    is_scaling = not (isinstance(x, FieldTensor) and isinstance(y, FieldTensor))
     x, y = lift(x), lift(y)
     if x is y and x.root_of is not None:
         return x.root_of
     hidden = None
     if x.hidden is not None or y.hidden is not None:
         hidden = hidden_or_none(x) | hidden_or_none(y)
-    return FieldTensor(x.a * y.a % P, x.b * y.b % Q, hidden)
+    # An exponent is no rational function of its number: it is renewed by products, so that only sums between them need equal exponents.
+    return FieldTensor(x.a * y.a % P, x.b * y.b % Q if is_scaling else None, hidden)
 
 
 @rule(aten.div)
