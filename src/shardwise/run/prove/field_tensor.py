@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table  # the operators that torch composes of simpler ones
 
+from shardwise.capture.fakes import tree_flatten
 from shardwise.errors import ModelError
 from shardwise.run.prove import finite_field as field
 from shardwise.run.prove.finite_field import P, Q
@@ -32,22 +33,29 @@ class NotProvable(ModelError):
 
 class FieldTensor(Tensor):
     """`a`: numbers modulo P; `b`: exponents modulo Q; `hidden`: where it is minus infinity, None: nowhere. `root_of`: of a square root, its
-    square, so that it can be squared exactly."""
+    square, so that it can be squared exactly. `degree`: of the polynomial in random numbers, and reciprocals of divisors, that its elements
+    are at most (`certainty`); one list for all views of a buffer, None until the operator has returned."""
 
     a: Tensor
     b: Tensor
     hidden: Tensor | None
     root_of: FieldTensor | None
+    degree: list[int] | None
 
     @staticmethod
-    def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None) -> FieldTensor:
+    def __new__(
+        cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None
+    ) -> FieldTensor:
         x: FieldTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, a.shape, strides=a.stride(), dtype=torch.float64, device="cpu", requires_grad=False
         )
-        x.a, x.b, x.hidden, x.root_of = a, field.random_function("exponent", a, Q) if b is None else b, hidden, None
+        x.a, x.b, x.hidden = a, field.random_function("exponent", a, Q) if b is None else b, hidden
+        x.root_of, x.degree = None, degree
         return x
 
-    def __init__(self, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None) -> None:
+    def __init__(
+        self, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None
+    ) -> None:
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -62,14 +70,31 @@ class FieldTensor(Tensor):
         return self.a.data_ptr()
 
     def __deepcopy__(self, memo: Any) -> FieldTensor:
-        return FieldTensor(self.a.clone(), self.b.clone(), self.hidden)
+        return FieldTensor(self.a.clone(), self.b.clone(), self.hidden, [degree_of(self)])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call_rule(func, args, kwargs or {})
 
 
+def degree_of(x: object) -> int:
+    """Return the degree of a tensor; 0 for constants."""
+    return x.degree[0] if isinstance(x, FieldTensor) and x.degree is not None else 0
+
+
 def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator, and give its results the largest degree of its arguments where its rule gives none."""
+    result = _run_rule(func, args, kwargs)
+    results = result if isinstance(result, list | tuple) else (result,)
+    unknown = [x for x in results if isinstance(x, FieldTensor) and x.degree is None]
+    if unknown:
+        degree = max((degree_of(x) for x in tree_flatten((args, kwargs))[0]), default=0)
+        for x in unknown:
+            x.degree = [degree]
+    return result
+
+
+def _run_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator with a FieldTensor among its arguments: by its rule, or composed of others. Raises NotProvable if it has neither."""
     rule = RULES.get(func) or RULES.get(func.overloadpacket)
     if rule is not None:
@@ -116,8 +141,34 @@ def rule(*operators: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+class Certainty:
+    """What bounds the probability that a wrong program passes: a value of degree g in n random numbers and the reciprocals of divisors of
+    degrees d_i is a quotient of polynomials of degree at most g (1 + sum of d_i), and one that is not zero is zero at a random point with
+    at most that over P (Schwartz 1980, Zippel 1979). `zero_divisors`: at a point where a divisor is zero nothing is shown.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another point."""
+        self.divisor_degree = self.num_functions = self.zero_divisors = 0
+
+    def add_divisor(self, y: FieldTensor) -> None:
+        """Note a division by the elements of `y`."""
+        self.divisor_degree += degree_of(y) * y.numel()
+        self.zero_divisors += int((y.a == 0).sum())
+
+    def wrong_point_probability(self, degree: int) -> float:
+        """Return the bound for values of that degree, on one random point."""
+        return min(1.0, (degree * (1 + self.divisor_degree) + self.num_functions) / P)
+
+
+CERTAINTY = Certainty()  # of this process: the ranks and the serial run of a proof
+
+
 def zeros(shape: Sequence[int]) -> FieldTensor:
-    return FieldTensor(torch.zeros(tuple(shape), dtype=torch.int64), torch.zeros(tuple(shape), dtype=torch.int64))
+    return FieldTensor(torch.zeros(tuple(shape), dtype=torch.int64), torch.zeros(tuple(shape), dtype=torch.int64), degree=[0])
 
 
 def lift(x: Any) -> FieldTensor:
@@ -129,7 +180,7 @@ def lift(x: Any) -> FieldTensor:
             raise NotProvable("complex numbers have no exact form in a finite field yet")
         if not x.is_floating_point():
             whole = x.detach().to(torch.int64)
-            return FieldTensor(whole % P, whole % Q)
+            return FieldTensor(whole % P, whole % Q, degree=[0])
         values, where = torch.unique(x.detach().double(), return_inverse=True)
     else:
         values, where = torch.tensor([float(x)], dtype=torch.float64), torch.tensor(0)
@@ -138,7 +189,7 @@ def lift(x: Any) -> FieldTensor:
         raise NotProvable("a constant of the model is not a number, or infinite")
     table = torch.tensor([(0, 0) if v < LOWEST else field.constant(v) for v in numbers], dtype=torch.int64).reshape(-1, 2)
     hidden = values < LOWEST
-    return FieldTensor(table[:, 0][where], table[:, 1][where], hidden[where] if bool(hidden.any()) else None)
+    return FieldTensor(table[:, 0][where], table[:, 1][where], hidden[where] if bool(hidden.any()) else None, [0])
 
 
 def signed(x: FieldTensor) -> Tensor:
@@ -163,13 +214,15 @@ def write(target: Tensor, source: Any) -> Tensor:
     elif value.hidden is not None and bool(value.hidden.any()):
         target.hidden = value.hidden.expand(target.shape).clone()
     target.root_of = None
+    if target.degree is not None:
+        target.degree[0] = max(target.degree[0], degree_of(value))
     return target
 
 
 def random_numbers(shape: Sequence[int], name: str, seed: int) -> FieldTensor:
     """Return random numbers that depend on a name, a seed and the index of the element."""
     index = torch.arange(torch.Size(shape).numel())
-    return FieldTensor(field.random_function(f"{name}/{seed}", index).reshape(tuple(shape)))
+    return FieldTensor(field.random_function(f"{name}/{seed}", index).reshape(tuple(shape)), degree=[1])
 
 
 def equals(x: FieldTensor, y: FieldTensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
-from shardwise.run.prove.field_tensor import FieldTensor, NotProvable, aten, lift, rule, write
+from shardwise.run.prove.field_tensor import CERTAINTY, FieldTensor, NotProvable, aten, degree_of, lift, rule, write
 from shardwise.run.prove.rules import matrix_product
 
 _MINUS_INFINITY = float("-inf")
@@ -30,7 +30,7 @@ def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | No
 def _attend(func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None) -> Any:
     weights = _scores(q, k, is_causal, attn_mask, scale).exp()
     total = weights.sum(-1)
-    return FieldTensor(matrix_product(weights / total.unsqueeze(-1), v).a), total.log()  # exponents renewed, as by the division of a ring
+    return FieldTensor(matrix_product(weights / total.unsqueeze(-1), v).a, degree=[degree_of(v) + 2]), total.log()  # exponents renewed, as by the division of a ring
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
@@ -64,7 +64,7 @@ def _square(func: Any, x: Any) -> Any:
 @rule(aten.convolution)
 def _convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     x, weight = lift(x), lift(weight)
-    out: Any = FieldTensor(field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a))
+    out: Any = FieldTensor(field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)])
     return out if bias is None else out + lift(bias).reshape(-1, *[1] * (out.dim() - 2))
 
 
@@ -76,12 +76,14 @@ def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes
     if wanted[0]:
         mask = [True, False, False]
         of_input = FieldTensor(
-            field.bilinear(lambda g, w: func(g, shapes[0], w, bias_sizes, *settings[:-1], mask)[0], gradient.a, weight.a)
+            field.bilinear(lambda g, w: func(g, shapes[0], w, bias_sizes, *settings[:-1], mask)[0], gradient.a, weight.a),
+            degree=[degree_of(gradient) + degree_of(weight)],
         )
     if wanted[1]:
         mask = [False, True, False]
         of_weight = FieldTensor(
-            field.bilinear(lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a)
+            field.bilinear(lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a),
+            degree=[degree_of(gradient) + degree_of(x)],
         )
     if wanted[2]:
         of_bias = gradient.sum([0, *range(2, gradient.dim())])
@@ -95,6 +97,7 @@ def _update_adamw(
 ) -> None:  # fmt: skip
     if amsgrad or maximize:
         raise NotProvable("amsgrad and maximize have no exact form yet")
+    divisors = CERTAINTY.divisor_degree
     for p, g, mean, square, count in zip(parameters, gradients, means, squares, steps, strict=True):
         step = float(count)
         if func.overloadpacket is aten._fused_adam_:
@@ -105,6 +108,7 @@ def _update_adamw(
         write(square, square * beta2 + g * g * (1 - beta2))
         root = square.sqrt() / (1 - beta2**step) ** 0.5 + eps
         write(p, p - mean / root * (float(lr) / (1 - beta1**step)))
+    CERTAINTY.divisor_degree = divisors + 1  # an element's update has one divisor of its own, and no other element has it
 
 
 @rule(aten._fused_sgd_)

@@ -22,12 +22,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """`points`: random points at which both sides were equal, or at the last of which they were not. `wrong_value`: the first operator whose
+    """Result of a proof. `points`: random points at which both sides were equal, or at the last of which they were not; `redrawn`: further
+    ones that a zero divisor spoiled. `error_probability`: at most with which a wrong plan passes; 1 for one that differs. `wrong_value`: the first operator whose
     value differs, if the difference arises in forward."""
 
     layout: str
     model: str
     points: int
+    redrawn: int
+    error_probability: float
     differences: tuple[Difference, ...] = ()
     wrong_value: WrongValue | None = None
 

@@ -27,7 +27,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.engine import Engine
 from shardwise.run.prove import fused_rules, rules  # noqa: F401 - they register the rules of operators
-from shardwise.run.prove.field_tensor import FieldMode, FieldTensor, equals, lift, random_numbers
+from shardwise.run.prove.field_tensor import CERTAINTY, FieldMode, FieldTensor, NotProvable, degree_of, equals, lift, random_numbers
 from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
 from shardwise.run.prove.proof import Difference, Proof
 from shardwise.run.prove.rank_threads import Exchange, thread_world
@@ -39,11 +39,15 @@ from shardwise.run.verify.verify import serial_traits
 from shardwise.world.world import World
 
 
+MAX_REDRAWN = 8  # points with a zero divisor, which show nothing
+_MAX_CHANCE = 0.3  # of a point, above which too many would be needed
+
+
 @dataclass(frozen=True)
 class ProofOptions:
-    """Options of a proof. `points`: random points at which both sides are evaluated. `steps`: training steps at each point."""
+    """Options of a proof. `max_error_probability`: that a wrong plan passes; points are added until it is met. `steps`: at each point."""
 
-    points: int = 3
+    max_error_probability: float = 1e-12
     steps: int = 1
     seed: int = 0
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw"
@@ -86,13 +90,23 @@ def prove_plan(
     source.capture_all(plan, batch, loss)
     subject = ProofSubject(plan, make, batch, loss, source, options)
     differences, wrong = list[Difference](), None
-    for point in range(options.points):
-        run = _PointProof(subject, options.seed + point)
+    probability, points, redrawn, seed = 1.0, 0, 0, options.seed
+    while not differences and probability > options.max_error_probability:
+        run, seed = _PointProof(subject, seed), seed + 1
         differences = run.run()
-        if differences:
-            wrong = run.locate()
-            break
-    return Proof(str(replace(plan.layout, precision="float32")), plan.model, options.points, tuple(differences), wrong)
+        if CERTAINTY.zero_divisors and redrawn < MAX_REDRAWN:
+            redrawn, differences = redrawn + 1, []
+            continue
+        points += 1
+        chance = CERTAINTY.wrong_point_probability(run.degree)
+        if chance > _MAX_CHANCE:
+            raise NotProvable(f"the model's degree is too high for a proof: a point would miss an error with a chance of {chance:.2g}")
+        probability *= chance
+        wrong = run.locate() if differences else None
+    return Proof(
+        str(replace(plan.layout, precision="float32")), plan.model, points, redrawn, 1.0 if differences else probability,
+        tuple(differences), wrong,
+    )  # fmt: skip
 
 
 class _PointProof:
@@ -111,6 +125,8 @@ class _PointProof:
         self.steps: list[list[RankStep]] = []  # by step and rank
         self.traits: Any = None
         self.graph: Graph | None = None
+        self.degree = 1  # the largest of compared values
+        CERTAINTY.reset()
 
     def _build_model(self) -> nn.Module:
         torch.manual_seed(self.subject.options.seed)
@@ -234,6 +250,7 @@ class _PointProof:
                 if full is None:
                     continue
                 value = shard.tensor.sqrt() if shard.slot == "exp_avg_sq" else shard.tensor
+                self.degree = max(self.degree, degree_of(value), degree_of(full))
                 if not _are_equal(value, _part_of(full, shard)):
                     yield Difference(step, rank, shard.slot or kind, shard.name)
 

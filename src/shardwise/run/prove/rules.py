@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
 from shardwise.run.prove.field_tensor import (  # fmt: skip
-    RULES, FieldTensor, NotProvable, aten, hidden_or_none, lift, rule, signed, write, zeros,
+    CERTAINTY, RULES, FieldTensor, NotProvable, aten, degree_of, hidden_or_none, lift, rule, signed, write, zeros,
 )
 from shardwise.run.prove.finite_field import P, Q
 
@@ -26,12 +26,18 @@ _FUNCTIONS = ("gelu", "tanh", "sigmoid", "erf", "erfc", "sin", "cos", "tan", "lo
 _TANH_LIKE = {"tanh_backward", "sigmoid_backward"}  # get the result
 
 
+def apply_function(name: str, x: FieldTensor) -> FieldTensor:
+    """Return a function that is not rational: a random one of that name."""
+    CERTAINTY.num_functions += 1
+    return FieldTensor(field.random_function(name, x.a), degree=[1])
+
+
 def _apply(x: FieldTensor, f: Callable[[Tensor], Any]) -> Any:
-    """Apply a function of structure to each component."""
+    """Apply a function of structure to each component; views share their buffer's degree."""
     parts = [f(x.a), f(x.b), None if x.hidden is None else f(x.hidden)]
     if isinstance(parts[0], Tensor):
-        return _with_square(FieldTensor(*parts), x, f)
-    return [FieldTensor(*part) for part in zip(parts[0], parts[1], parts[2] or [None] * len(parts[0]), strict=True)]
+        return _with_square(FieldTensor(*parts, x.degree), x, f)
+    return [FieldTensor(*part, x.degree) for part in zip(parts[0], parts[1], parts[2] or [None] * len(parts[0]), strict=True)]
 
 
 def _with_square(out: FieldTensor, x: FieldTensor, f: Callable[[Tensor], Any]) -> FieldTensor:
@@ -122,7 +128,7 @@ def multiply(func: Any, x: Any, y: Any) -> FieldTensor:
     if x.hidden is not None or y.hidden is not None:
         hidden = hidden_or_none(x) | hidden_or_none(y)
     # An exponent is no rational function of its number: it is renewed by products, so that only sums between them need equal exponents.
-    return FieldTensor(x.a * y.a % P, x.b * y.b % Q if is_scaling else None, hidden)
+    return FieldTensor(x.a * y.a % P, x.b * y.b % Q if is_scaling else None, hidden, [degree_of(x) + degree_of(y)])
 
 
 @rule(aten.div)
@@ -130,15 +136,8 @@ def _divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Fiel
     if rounding_mode is not None:
         raise NotProvable("a quotient of computed numbers is rounded")
     x, y = lift(x), lift(y)
-    note_zero_divisors(y.a)
-    return FieldTensor(x.a * field.inverse(y.a) % P)
-
-
-ZERO_DIVISORS = [0]  # how many divisors were zero since it was reset: such a point is not admissible
-
-
-def note_zero_divisors(a: Tensor) -> None:
-    ZERO_DIVISORS[0] += int((a == 0).sum())
+    CERTAINTY.add_divisor(y)
+    return FieldTensor(x.a * field.inverse(y.a) % P, degree=[degree_of(x) + (degree_of(y) > 0)])
 
 
 @rule(aten.reciprocal)
@@ -148,7 +147,7 @@ def _reciprocal(func: Any, x: FieldTensor) -> FieldTensor:
 
 @rule(aten.sqrt)
 def _square_root(func: Any, x: FieldTensor) -> FieldTensor:
-    out = FieldTensor(field.random_function("sqrt", x.a))
+    out = apply_function("sqrt", x)
     out.root_of = x
     return out
 
@@ -171,7 +170,7 @@ def _raise(func: Any, x: Any, exponent: Any) -> FieldTensor:
     if isinstance(exponent, FieldTensor) or not isinstance(x, FieldTensor):
         raise NotProvable("a power with a computed exponent has no exact form")
     if isinstance(exponent, Tensor):
-        return FieldTensor(field.random_function("pow", x.a * 31 + lift(exponent).a))
+        return FieldTensor(field.random_function("pow", x.a * 31 + lift(exponent).a), degree=[1])
     if exponent == 0.5:
         return x.sqrt()  # type: ignore[return-value]
     if float(exponent).is_integer():
@@ -181,18 +180,18 @@ def _raise(func: Any, x: Any, exponent: Any) -> FieldTensor:
         for _ in range(abs(int(exponent))):
             out = out * x
         return out if exponent >= 0 else 1.0 / out
-    return FieldTensor(field.random_function(f"pow {exponent}", x.a))
+    return apply_function(f"pow {exponent}", x)
 
 
 def _define_functions() -> None:
     for name in _FUNCTIONS:
 
         def function(func: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> FieldTensor:
-            return FieldTensor(field.random_function(f"{name} {args} {sorted(kwargs.items())}", x.a))
+            return apply_function(f"{name} {args} {sorted(kwargs.items())}", x)
 
         def derivative(func: Any, gradient: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> FieldTensor:
             args = tuple(x for x in args if not isinstance(x, Tensor))  # the result, which follows from x
-            return multiply(func, gradient, FieldTensor(field.random_function(f"{name}' {args} {sorted(kwargs.items())}", x.a)))
+            return multiply(func, gradient, apply_function(f"{name}' {args} {sorted(kwargs.items())}", x))
 
         if (operator := getattr(aten, name, None)) is not None:
             RULES[operator] = function
@@ -206,17 +205,18 @@ _define_functions()
 @rule(aten.exp)
 def exponentiate(func: Any, x: FieldTensor) -> FieldTensor:
     numbers = field.exponential(x.b)
-    return FieldTensor(numbers if x.hidden is None else torch.where(x.hidden, 0, numbers))
+    return FieldTensor(numbers if x.hidden is None else torch.where(x.hidden, 0, numbers), degree=[1])
 
 
 @rule(aten.log)
 def take_logarithm(func: Any, x: FieldTensor) -> FieldTensor:
     exponent = field.logarithm(x.a)
-    return FieldTensor(field.random_function("log", exponent), exponent, x.a == 0 if bool((x.a == 0).any()) else None)
+    return FieldTensor(field.random_function("log", exponent), exponent, x.a == 0 if bool((x.a == 0).any()) else None, [1])
 
 
 def matrix_product(x: FieldTensor, y: FieldTensor) -> FieldTensor:
-    return FieldTensor(field.bilinear(torch.matmul, x.a, y.a), field.bilinear(torch.matmul, x.b, y.b, Q))
+    degree = [degree_of(x) + degree_of(y)]
+    return FieldTensor(field.bilinear(torch.matmul, x.a, y.a), field.bilinear(torch.matmul, x.b, y.b, Q), degree=degree)
 
 
 @rule(aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot)
