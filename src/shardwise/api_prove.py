@@ -21,7 +21,7 @@ from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.zoo.resolve import resolve
 
 
-def prove(
+def prove(  # noqa: PLR0913
     model: Model | Path,
     layout: Layout | Plan | str | Path | Sequence[Layout | Plan | str] | None = None,
     batch: Any = None,

@@ -43,9 +43,7 @@ class FieldTensor(Tensor):
     degree: list[int] | None
 
     @staticmethod
-    def __new__(
-        cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None
-    ) -> FieldTensor:
+    def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None) -> FieldTensor:
         x: FieldTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, a.shape, strides=a.stride(), dtype=torch.float64, device="cpu", requires_grad=False
         )
@@ -53,9 +51,7 @@ class FieldTensor(Tensor):
         x.root_of, x.degree = None, degree
         return x
 
-    def __init__(
-        self, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None
-    ) -> None:
+    def __init__(self, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None) -> None:
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -15,9 +15,18 @@ from shardwise.run.prove.rules import matrix_product
 _MINUS_INFINITY = float("-inf")
 
 
+def _repeat_heads(x: Any, q: Any) -> Any:
+    """Repeat heads of keys or values to as many as of queries."""
+    return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) if x.shape[-3] != q.shape[-3] else x
+
+
+def _sum_repeated_heads(gradient: Any, x: Any) -> Any:
+    return gradient.reshape(*x.shape[:-2], -1, *x.shape[-2:]).sum(-3) if gradient.shape != x.shape else gradient
+
+
 def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | None) -> Any:
     """Return the scores of attention, hidden ones minus infinity."""
-    scores: Any = matrix_product(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores: Any = matrix_product(q, _repeat_heads(k, q).transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         scores = scores.masked_fill(~keep, _MINUS_INFINITY)
@@ -27,23 +36,25 @@ def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | No
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu)
-def _attend(func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None) -> Any:
+def _attend(
+    func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None
+) -> Any:
     weights = _scores(q, k, is_causal, attn_mask, scale).exp()
     total = weights.sum(-1)
-    return FieldTensor(matrix_product(weights / total.unsqueeze(-1), v).a, degree=[degree_of(v) + 2]), total.log()  # exponents renewed, as by the division of a ring
+    return FieldTensor(
+        matrix_product(weights / total.unsqueeze(-1), _repeat_heads(v, q)).a, degree=[degree_of(v) + 2]
+    ), total.log()  # exponents renewed, as by the division of a ring
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
-def _attend_backward(
-    func: Any, gradient: Any, q: Any, k: Any, v: Any, out: Any, log_sum: Any, dropout_p: float, is_causal: bool, *, attn_mask: Any = None,
-    scale: float | None = None,
-) -> Any:  # fmt: skip
+def _attend_backward(func: Any, gradient: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
+    (out, log_sum, _, causal), scale = rest, options.get("scale")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    weights = (_scores(q, k, is_causal, attn_mask, scale) - log_sum.unsqueeze(-1)).exp()
-    of_weights = matrix_product(gradient, v.transpose(-1, -2))
-    of_scores = weights * (of_weights - (gradient * out).sum(-1, True)) * factor
-    transposed = matrix_product(of_scores.transpose(-1, -2), q)
-    return matrix_product(of_scores, k), transposed, matrix_product(weights.transpose(-1, -2), gradient)
+    weights = (_scores(q, k, causal, options.get("attn_mask"), scale) - log_sum.unsqueeze(-1)).exp()
+    of_weights = matrix_product(gradient, _repeat_heads(v, q).transpose(-1, -2))
+    of_scores: Any = weights * (of_weights - (gradient * out).sum(-1, True)) * factor
+    of_k, of_v = matrix_product(of_scores.transpose(-1, -2), q), matrix_product(weights.transpose(-1, -2), gradient)
+    return matrix_product(of_scores, _repeat_heads(k, q)), _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v)
 
 
 @rule(aten.native_layer_norm)
@@ -56,6 +67,16 @@ def _layer_norm(func: Any, x: Any, shape: Sequence[int], weight: Any, bias: Any,
     return out if bias is None else out + bias, mean, inverse
 
 
+@rule(aten.var, aten.var_mean, torch.ops.prims.var)
+def _variance(func: Any, x: Any, dim: Any = None, correction: float | None = 1, keepdim: bool = False, **options: Any) -> Any:
+    dims = list(range(x.dim())) if dim is None or dim == [] else dim
+    mean = x.mean(dims, True)
+    squares: Any = (x - mean).square().sum(dims, keepdim)
+    count = x.numel() // max(1, squares.numel())
+    variance = squares / (count - (1 if correction is None else correction))
+    return (variance, mean if keepdim else x.mean(dims)) if func.overloadpacket is aten.var_mean else variance
+
+
 @rule(aten.square)
 def _square(func: Any, x: Any) -> Any:
     return x * x
@@ -64,7 +85,9 @@ def _square(func: Any, x: Any) -> Any:
 @rule(aten.convolution)
 def _convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     x, weight = lift(x), lift(weight)
-    out: Any = FieldTensor(field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)])
+    out: Any = FieldTensor(
+        field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)]
+    )
     return out if bias is None else out + lift(bias).reshape(-1, *[1] * (out.dim() - 2))
 
 
@@ -91,37 +114,34 @@ def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes
 
 
 @rule(aten._fused_adamw_, aten._fused_adam_)
-def _update_adamw(
-    func: Any, parameters: Any, gradients: Any, means: Any, squares: Any, max_squares: Any, steps: Any, *, lr: Any, beta1: float, beta2: float,
-    weight_decay: float, eps: float, amsgrad: bool, maximize: bool, **kwargs: Any,
-) -> None:  # fmt: skip
-    if amsgrad or maximize:
+def _update_adamw(func: Any, parameters: Any, gradients: Any, means: Any, squares: Any, *rest: Any, **options: Any) -> None:
+    (_, steps), lr, beta1, beta2 = rest, float(options["lr"]), options["beta1"], options["beta2"]
+    if options["amsgrad"] or options["maximize"]:
         raise NotProvable("amsgrad and maximize have no exact form yet")
     divisors = CERTAINTY.divisor_degree
     for p, g, mean, square, count in zip(parameters, gradients, means, squares, steps, strict=True):
         step = float(count)
         if func.overloadpacket is aten._fused_adam_:
-            g = g + p * weight_decay
+            g = g + p * options["weight_decay"]
         else:
-            write(p, p * (1 - float(lr) * weight_decay))
+            write(p, p * (1 - lr * options["weight_decay"]))
         write(mean, mean * beta1 + g * (1 - beta1))
         write(square, square * beta2 + g * g * (1 - beta2))
-        root = square.sqrt() / (1 - beta2**step) ** 0.5 + eps
-        write(p, p - mean / root * (float(lr) / (1 - beta1**step)))
+        root = square.sqrt() / (1 - beta2**step) ** 0.5 + options["eps"]
+        write(p, p - mean / root * (lr / (1 - beta1**step)))
     CERTAINTY.divisor_degree = divisors + 1  # an element's update has one divisor of its own, and no other element has it
 
 
 @rule(aten._fused_sgd_)
-def _update_sgd(
-    func: Any, parameters: Any, gradients: Any, momenta: Any, *, weight_decay: float, momentum: float, lr: Any, dampening: float, nesterov: bool,
-    maximize: bool, is_first_step: bool, **kwargs: Any,
-) -> None:  # fmt: skip
+def _update_sgd(func: Any, parameters: Any, gradients: Any, momenta: Any, **options: Any) -> None:
+    momentum = options["momentum"]
     for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
-        direction = (-g if maximize else g) + p * weight_decay
+        direction = (-g if options["maximize"] else g) + p * options["weight_decay"]
         if momentum:
-            write(momenta[i], direction if is_first_step else momenta[i] * momentum + direction * (1 - dampening))
-            direction = direction + momenta[i] * momentum if nesterov else momenta[i]
-        write(p, p - direction * float(lr))
+            damped = direction * (1 - options["dampening"])
+            write(momenta[i], direction if options["is_first_step"] else momenta[i] * momentum + damped)
+            direction = direction + momenta[i] * momentum if options["nesterov"] else momenta[i]
+        write(p, p - direction * float(options["lr"]))
 
 
 @rule(aten._foreach_copy_)
@@ -144,5 +164,3 @@ def _multiply_each(func: Any, tensors: Sequence[Any], factor: Any) -> Any:
     for x, product in zip(tensors, products, strict=True):
         write(x, product)
     return None
-
-

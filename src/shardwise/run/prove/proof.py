@@ -22,9 +22,12 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Proof:
-    """Result of a proof. `points`: random points at which both sides were equal, or at the last of which they were not; `redrawn`: further
-    ones that a zero divisor spoiled. `error_probability`: at most with which a wrong plan passes; 1 for one that differs. `wrong_value`: the first operator whose
-    value differs, if the difference arises in forward."""
+    """Result of a proof.
+
+    `points`: random points at which both sides were equal, or at the last of which they were not; `redrawn`: further ones that a zero
+    divisor spoiled. `error_probability`: at most with which a wrong plan passes; 1 for one that differs. `wrong_value`: the first operator
+    whose value differs, if the difference arises in forward.
+    """
 
     layout: str
     model: str
@@ -43,7 +46,7 @@ class Proof:
         """Equal, and with what probability that is wrong, or what differs first."""
         if self.ok:
             return f"equal (a wrong plan passes with a probability of at most {self.error_probability:.0e})"
-        where = f"first at {self.wrong_value}; " if self.wrong_value is not None else "forward is equal; "
+        where = f"first at {self.wrong_value}; " if self.wrong_value is not None else ""
         return f"{where}{len(self.differences)} tensors differ, first the {self.differences[0]}"
 
     def __repr__(self) -> str:

@@ -38,7 +38,6 @@ from shardwise.run.verify.serial import SerialRun, StepValues
 from shardwise.run.verify.verify import serial_traits
 from shardwise.world.world import World
 
-
 MAX_REDRAWN = 8  # points with a zero divisor, which show nothing
 _MAX_CHANCE = 0.3  # of a point, above which too many would be needed
 
@@ -214,9 +213,7 @@ class _PointProof:
         subject = self.subject
         spec = OptimizerSpec.of(subject.options.optimizer)
         with FieldMode():  # type: ignore[no-untyped-call]
-            serial = SerialRun(
-                self._field_model, self.seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits
-            )
+            serial = SerialRun(self._field_model, self.seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits)
             steps = []
             for _ in range(subject.options.steps):
                 values = serial.step()

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, of which one runs at a time, and their exchange of tensors of a finite field.
 
-A rank runs until it waits for another one, so a proof is the same in every run. A collective is a `Meeting`: members leave their tensors and
-go on; who waits for the result computes it. The groups and their collectives are those of every other run (`world/comm/group`): only the
-transport is another, which also refuses members that meet in different collectives or sizes.
+A rank runs until it waits for another one, so a proof is the same in every run. A collective is a `Meeting`: members leave their tensors
+and go on; who waits for the result computes it. The groups and their collectives are those of every other run
+(`world/comm/group`): only the transport is another, which also refuses members that meet in different collectives or sizes.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ class ThreadChannel:
     def _take_own(self, parts: Sequence[Sequence[Tensor]], arriving: Sequence[int]) -> Tensor:
         own = [part[self._index] for part in parts]
         if [x.numel() for x in own] != list(arriving):
-            raise RunError(f"rank {self.rank} expects {list(arriving)} elements in an all-to-all of {self._name}, gets {[x.numel() for x in own]}")
+            raise RunError(
+                f"rank {self.rank} expects {list(arriving)} elements in an all-to-all of {self._name}, gets {[x.numel() for x in own]}"
+            )
         return join_flat(own)
 
     def _meet(
@@ -243,4 +245,10 @@ def thread_world(room: Exchange, rank: int, num_ranks: int) -> World:
     def open_channel(ranks: tuple[int, ...], connection: Connection) -> tuple[Any, str]:
         return ThreadChannel(room, f"ranks {list(ranks)}{connection}", ranks, rank), "threads"
 
-    return World(rank, num_ranks, _ThreadStore(room, rank) if num_ranks > 1 else None, open_transport=open_channel, transport="gloo" if num_ranks > 1 else "")
+    return World(
+        rank,
+        num_ranks,
+        _ThreadStore(room, rank) if num_ranks > 1 else None,
+        open_transport=open_channel,
+        transport="gloo" if num_ranks > 1 else "",
+    )

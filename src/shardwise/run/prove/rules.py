@@ -10,7 +10,18 @@ from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
 from shardwise.run.prove.field_tensor import (  # fmt: skip
-    CERTAINTY, RULES, FieldTensor, NotProvable, aten, degree_of, hidden_or_none, lift, rule, signed, write, zeros,
+    CERTAINTY,
+    RULES,
+    FieldTensor,
+    NotProvable,
+    aten,
+    degree_of,
+    hidden_or_none,
+    lift,
+    rule,
+    signed,
+    write,
+    zeros,
 )
 from shardwise.run.prove.finite_field import P, Q
 
@@ -19,7 +30,7 @@ _STRUCTURE = (
     *_VIEWS, aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
     aten.alias, aten.detach, aten.index, aten.gather, aten.index_select, aten.repeat, aten.roll, aten.flip, aten.unfold, aten.diagonal,
     aten.as_strided, aten.split, aten.split_with_sizes, aten.unbind, aten.tril, aten.triu, aten.slice_backward, aten.select_backward,
-    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take, aten.channel_shuffle,
+    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
 )  # fmt: skip
 # As with real numbers: f'(x) is another random function of x. relu, abs, clamp and others follow from comparisons.
 _FUNCTIONS = ("gelu", "tanh", "sigmoid", "erf", "erfc", "sin", "cos", "tan", "log1p", "expm1", "mish", "silu", "softplus", "elu", "atan")
@@ -51,12 +62,18 @@ def _structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("memory_format", None)
     if not isinstance(x, FieldTensor):
         raise NotProvable(f"{func} by computed indices has no exact form")
+    if func is aten.view.dtype:
+        return x.a.view(args[0])  # its bits, as checksums read them: a function of the number
     if func.overloadpacket in _VIEWS:
         return _apply(x, lambda part: part.reshape(args[0]))  # a copy only where real numbers would lie otherwise in memory
     if any(isinstance(value, FieldTensor) for value in args):
         values = [value if isinstance(value, FieldTensor) else None for value in args]
         pick = [lambda v, key=key: v if not isinstance(v, FieldTensor) else getattr(v, key) for key in ("a", "b")]
-        return FieldTensor(*(func(getattr(x, key), *map(p, args), **kwargs) for key, p in zip(("a", "b"), pick, strict=True))) if values else None
+        return (
+            FieldTensor(*(func(getattr(x, key), *map(p, args), **kwargs) for key, p in zip(("a", "b"), pick, strict=True)))
+            if values
+            else None
+        )
     return _apply(x, lambda part: func(part, *args, **kwargs))
 
 
