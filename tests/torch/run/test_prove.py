@@ -70,7 +70,9 @@ def test_a_layout_is_equal(layout: str) -> None:
 
 def test_dropout_and_two_clipped_steps_of_momentum_are_equal() -> None:
     optimizer = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}
-    proof = shardwise.prove(lambda: Transformer(dropout=0.25), "data=2 tensor=2", BATCH, optimizer=optimizer, steps=2, max_error_probability=0.1)
+    proof = shardwise.prove(
+        lambda: Transformer(dropout=0.25), "data=2 tensor=2", BATCH, optimizer=optimizer, steps=2, max_error_probability=0.1
+    )
     assert isinstance(proof, Proof)
     assert proof.ok, proof
 
@@ -199,13 +201,12 @@ def test_the_verb_ends_as_verify_does(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_ranks_that_wait_for_one_another_are_named() -> None:
+    room = Exchange(2)
+
+    def receive(rank: int) -> None:
+        thread_world(room, rank, 2).world_group.irecv(torch.empty(1), 1 - rank).wait()
+
     with pytest.raises(RunError, match="wait for one another: rank 0 for a message"):
-        room = Exchange(2)
-
-        def receive(rank: int) -> None:
-            group = thread_world(room, rank, 2).world_group
-            group.irecv(torch.empty(1), 1 - rank).wait()
-
         room.scheduler.run(receive)
 
 

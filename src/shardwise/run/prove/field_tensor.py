@@ -44,8 +44,8 @@ class FieldTensor(Tensor):
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None) -> FieldTensor:
-        x: FieldTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, a.shape, strides=a.stride(), dtype=torch.float64, device="cpu", requires_grad=False
+        x: FieldTensor = torch.Tensor._make_wrapper_subclass(
+            cls, a.shape, strides=a.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=False
         )
         x.a, x.b, x.hidden = a, field.random_function("exponent", a, Q) if b is None else b, hidden
         x.root_of, x.degree = None, degree
@@ -69,7 +69,7 @@ class FieldTensor(Tensor):
         return FieldTensor(self.a.clone(), self.b.clone(), self.hidden, [degree_of(self)])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return call_rule(func, args, kwargs or {})
 
 

@@ -79,7 +79,7 @@ def _variance(func: Any, x: Any, dim: Any = None, correction: float | None = 1, 
 
 @rule(aten.square)
 def _square(func: Any, x: Any) -> Any:
-    return x * x
+    return x**2
 
 
 @rule(aten.convolution)

@@ -130,7 +130,7 @@ class _PointProof:
     def _build_model(self) -> nn.Module:
         torch.manual_seed(self.subject.options.seed)
         make = self.subject.make
-        return (copy.deepcopy(make) if isinstance(make, nn.Module) else make()).double()  # type: ignore[no-any-return]
+        return (copy.deepcopy(make) if isinstance(make, nn.Module) else make()).double()
 
     def run(self) -> list[Difference]:
         """Run all ranks and the serial model; return what differs."""
@@ -214,7 +214,7 @@ class _PointProof:
         spec = OptimizerSpec.of(subject.options.optimizer)
         with FieldMode():  # type: ignore[no-untyped-call]
             serial = SerialRun(self._field_model, self.seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits)
-            steps = []
+            steps: list[StepValues] = []
             for _ in range(subject.options.steps):
                 values = serial.step()
                 steps.append({kind: {name: _copy(x) for name, x in tensors.items()} for kind, tensors in values.items()})

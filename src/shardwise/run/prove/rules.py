@@ -47,8 +47,8 @@ def _apply(x: FieldTensor, f: Callable[[Tensor], Any]) -> Any:
     """Apply a function of structure to each component; views share their buffer's degree."""
     parts = [f(x.a), f(x.b), None if x.hidden is None else f(x.hidden)]
     if isinstance(parts[0], Tensor):
-        return _with_square(FieldTensor(*parts, x.degree), x, f)
-    return [FieldTensor(*part, x.degree) for part in zip(parts[0], parts[1], parts[2] or [None] * len(parts[0]), strict=True)]
+        return _with_square(FieldTensor(parts[0], parts[1], parts[2], x.degree), x, f)
+    return [FieldTensor(a, b, hidden, x.degree) for a, b, hidden in zip(parts[0], parts[1], parts[2] or [None] * len(parts[0]), strict=True)]
 
 
 def _with_square(out: FieldTensor, x: FieldTensor, f: Callable[[Tensor], Any]) -> FieldTensor:
@@ -66,19 +66,14 @@ def _structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x.a.view(args[0])  # its bits, as checksums read them: a function of the number
     if func.overloadpacket in _VIEWS:
         return _apply(x, lambda part: part.reshape(args[0]))  # a copy only where real numbers would lie otherwise in memory
-    if any(isinstance(value, FieldTensor) for value in args):
-        values = [value if isinstance(value, FieldTensor) else None for value in args]
-        pick = [lambda v, key=key: v if not isinstance(v, FieldTensor) else getattr(v, key) for key in ("a", "b")]
-        return (
-            FieldTensor(*(func(getattr(x, key), *map(p, args), **kwargs) for key, p in zip(("a", "b"), pick, strict=True)))
-            if values
-            else None
-        )
+    if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
+        parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
+        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs))
     return _apply(x, lambda part: func(part, *args, **kwargs))
 
 
 @rule(aten._to_copy)
-def _cast(func: Any, x: FieldTensor, dtype: torch.dtype | None = None, **kwargs: Any) -> FieldTensor:
+def _cast(func: Any, x: FieldTensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is not None and not dtype.is_floating_point:
         raise NotProvable("a computed number is rounded to a whole one")
     return _apply(x, torch.clone)
@@ -95,7 +90,7 @@ def _is_same_size(func: Any, x: Tensor, y: Tensor) -> bool:
 
 
 @rule(aten.cat, aten.stack)
-def _join(func: Any, tensors: Sequence[Any], dim: int = 0) -> FieldTensor:
+def _join(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     if func.overloadpacket is aten.cat:
         tensors = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
     parts = [lift(x) for x in tensors]
@@ -107,7 +102,7 @@ def _join(func: Any, tensors: Sequence[Any], dim: int = 0) -> FieldTensor:
 
 
 @rule(aten.add)
-def add(func: Any, x: Any, y: Any, alpha: Any = 1) -> FieldTensor:
+def add(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
     x, y = lift(x), lift(y)
     if alpha != 1:
         y = y * alpha
@@ -118,7 +113,7 @@ def add(func: Any, x: Any, y: Any, alpha: Any = 1) -> FieldTensor:
 
 
 @rule(aten.sub)
-def _subtract(func: Any, x: Any, y: Any, alpha: Any = 1) -> FieldTensor:
+def _subtract(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
     y = lift(y)
     if y.hidden is not None and bool(y.hidden.any()):  # -inf - (-inf) of a row that is all hidden: the kernels then take 0
         y = FieldTensor(y.a, y.b)
@@ -126,21 +121,19 @@ def _subtract(func: Any, x: Any, y: Any, alpha: Any = 1) -> FieldTensor:
 
 
 @rule(aten.rsub)
-def _subtract_from(func: Any, x: Any, y: Any, alpha: Any = 1) -> FieldTensor:
+def _subtract_from(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
     return lift(y) - lift(x) * alpha
 
 
 @rule(aten.neg)
-def _negate(func: Any, x: FieldTensor) -> FieldTensor:
+def _negate(func: Any, x: FieldTensor) -> Any:
     return FieldTensor(-x.a % P, -x.b % Q, x.hidden)
 
 
 @rule(aten.mul)
-def multiply(func: Any, x: Any, y: Any) -> FieldTensor:
+def multiply(func: Any, x: Any, y: Any) -> Any:
     is_scaling = not (isinstance(x, FieldTensor) and isinstance(y, FieldTensor))
     x, y = lift(x), lift(y)
-    if x is y and x.root_of is not None:
-        return x.root_of
     hidden = None
     if x.hidden is not None or y.hidden is not None:
         hidden = hidden_or_none(x) | hidden_or_none(y)
@@ -149,7 +142,7 @@ def multiply(func: Any, x: Any, y: Any) -> FieldTensor:
 
 
 @rule(aten.div)
-def _divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> FieldTensor:
+def _divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:
         raise NotProvable("a quotient of computed numbers is rounded")
     x, y = lift(x), lift(y)
@@ -158,38 +151,40 @@ def _divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Fiel
 
 
 @rule(aten.reciprocal)
-def _reciprocal(func: Any, x: FieldTensor) -> FieldTensor:
+def _reciprocal(func: Any, x: FieldTensor) -> Any:
     return _divide(func, 1.0, x)
 
 
 @rule(aten.sqrt)
-def _square_root(func: Any, x: FieldTensor) -> FieldTensor:
+def _square_root(func: Any, x: FieldTensor) -> Any:
     out = apply_function("sqrt", x)
     out.root_of = x
     return out
 
 
 @rule(aten.rsqrt)
-def _reciprocal_square_root(func: Any, x: FieldTensor) -> FieldTensor:
-    return _divide(func, 1.0, x.sqrt())
+def _reciprocal_square_root(func: Any, x: FieldTensor) -> Any:
+    out = _divide(func, 1.0, x.sqrt())
+    out.root_of = _divide(func, 1.0, x)
+    return out
 
 
 @rule(aten.linalg_vector_norm)
-def _norm(func: Any, x: FieldTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> FieldTensor:
+def _norm(func: Any, x: FieldTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     if ord != 2:
         raise NotProvable(f"the norm of order {ord} has no exact form yet")
     squares = x.root_of if x.root_of is not None else x * x
-    return (squares.sum() if dim is None else squares.sum(dim, keepdim)).sqrt()  # type: ignore[return-value]
+    return (squares.sum() if dim is None else squares.sum(dim, keepdim)).sqrt()
 
 
 @rule(aten.pow)
-def _raise(func: Any, x: Any, exponent: Any) -> FieldTensor:
+def _raise(func: Any, x: Any, exponent: Any) -> Any:
     if isinstance(exponent, FieldTensor) or not isinstance(x, FieldTensor):
         raise NotProvable("a power with a computed exponent has no exact form")
     if isinstance(exponent, Tensor):
         return FieldTensor(field.random_function("pow", x.a * 31 + lift(exponent).a), degree=[1])
     if exponent == 0.5:
-        return x.sqrt()  # type: ignore[return-value]
+        return x.sqrt()
     if float(exponent).is_integer():
         if x.root_of is not None and exponent == 2:
             return x.root_of
@@ -210,7 +205,7 @@ def _define_functions() -> None:
             args = tuple(x for x in args if not isinstance(x, Tensor))  # the result, which follows from x
             return multiply(func, gradient, apply_function(f"{name}' {args} {sorted(kwargs.items())}", x))
 
-        if (operator := getattr(aten, name, None)) is not None:
+        if (operator := getattr(aten, name, None)) is not None:  # type: ignore[no-any-return]
             RULES[operator] = function
         if (operator := getattr(aten, f"{name}_backward", None)) is not None:
             RULES[operator] = derivative
@@ -220,13 +215,13 @@ _define_functions()
 
 
 @rule(aten.exp)
-def exponentiate(func: Any, x: FieldTensor) -> FieldTensor:
+def exponentiate(func: Any, x: FieldTensor) -> Any:
     numbers = field.exponential(x.b)
     return FieldTensor(numbers if x.hidden is None else torch.where(x.hidden, 0, numbers), degree=[1])
 
 
 @rule(aten.log)
-def take_logarithm(func: Any, x: FieldTensor) -> FieldTensor:
+def take_logarithm(func: Any, x: FieldTensor) -> Any:
     exponent = field.logarithm(x.a)
     return FieldTensor(field.random_function("log", exponent), exponent, x.a == 0 if bool((x.a == 0).any()) else None, [1])
 
@@ -237,7 +232,7 @@ def matrix_product(x: FieldTensor, y: FieldTensor) -> FieldTensor:
 
 
 @rule(aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot)
-def _multiply_matrices(func: Any, x: Any, y: Any) -> FieldTensor:
+def _multiply_matrices(func: Any, x: Any, y: Any) -> Any:
     return matrix_product(lift(x), lift(y))
 
 
@@ -265,7 +260,7 @@ def _mean(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False, dty
 
 
 @rule(aten.cumsum)
-def _cumulative_sum(func: Any, x: FieldTensor, dim: int, dtype: Any = None) -> FieldTensor:
+def _cumulative_sum(func: Any, x: FieldTensor, dim: int, dtype: Any = None) -> Any:
     return FieldTensor(x.a.cumsum(dim) % P, x.b.cumsum(dim) % Q)
 
 
@@ -301,9 +296,9 @@ def _select_by_order(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> An
 
 @rule(aten.argmax, aten.argmin, aten.argsort)
 def _index_by_order(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> Tensor:
-    return func(signed(x), *args, **kwargs)  # type: ignore[no-any-return]
+    return func(signed(x), *args, **kwargs)
 
-
+  # type: ignore[no-any-return]
 @rule(aten.maximum, aten.minimum)
 def _choose_extreme(func: Any, x: Any, y: Any) -> Any:
     x, y = lift(x), lift(y)
@@ -313,9 +308,9 @@ def _choose_extreme(func: Any, x: Any, y: Any) -> Any:
 
 @rule(aten.lt, aten.gt, aten.le, aten.ge, aten.eq, aten.ne)
 def _compare(func: Any, x: Any, y: Any) -> Tensor:
-    return func.overloadpacket(signed(lift(x)), signed(lift(y)))  # type: ignore[no-any-return]
+    return func.overloadpacket(signed(lift(x)), signed(lift(y)))
 
-
+  # type: ignore[no-any-return]
 @rule(aten.isnan, aten.isinf, aten.isfinite)
 def _classify(func: Any, x: FieldTensor) -> Tensor:
     name = func.overloadpacket.__name__
@@ -323,7 +318,7 @@ def _classify(func: Any, x: FieldTensor) -> Tensor:
 
 
 @rule(aten.where)
-def _where(func: Any, condition: Tensor, x: Any, y: Any) -> FieldTensor:
+def _where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     x, y = lift(x), lift(y)
     hidden = None
     if x.hidden is not None or y.hidden is not None:
@@ -352,7 +347,7 @@ def _absolute(func: Any, x: FieldTensor) -> Any:
 
 
 @rule(aten.sign, aten.sgn)
-def _sign(func: Any, x: FieldTensor) -> FieldTensor:
+def _sign(func: Any, x: FieldTensor) -> Any:
     return lift(signed(x).sign())
 
 
@@ -394,26 +389,26 @@ def _scatter(func: Any, x: Any, dim: int, index: Tensor, source: Any = None, val
 
 
 @rule(aten.index_put, aten._unsafe_index_put)
-def _put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> FieldTensor:
+def _put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     x, values = lift(x), lift(values)
     put = torch.ops.aten.index_put
     return FieldTensor(put(x.a, indices, values.a, accumulate) % P, put(x.b, indices, values.b, accumulate) % Q)
 
 
 @rule(aten.embedding)
-def _embed(func: Any, weight: FieldTensor, index: Tensor, *rest: Any) -> FieldTensor:
+def _embed(func: Any, weight: FieldTensor, index: Tensor, *rest: Any) -> Any:
     return FieldTensor(weight.a[index], weight.b[index])
 
 
 @rule(aten.embedding_dense_backward)
-def _embed_backward(func: Any, gradient: FieldTensor, index: Tensor, num: int, padding: int, scale: bool) -> FieldTensor:
+def _embed_backward(func: Any, gradient: FieldTensor, index: Tensor, num: int, padding: int, scale: bool) -> Any:
     if scale:
         raise NotProvable("scale_grad_by_freq of an embedding has no exact form yet")
     rows = gradient.reshape(-1, gradient.shape[-1])
     total = aten.index_add(zeros((num, gradient.shape[-1])), 0, index.reshape(-1), rows)
     if padding >= 0:
         total[padding] = 0.0
-    return total  # type: ignore[no-any-return]
+    return total
 
 
 @rule(aten.constant_pad_nd)
