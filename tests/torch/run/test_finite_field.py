@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from shardwise.run.prove import rules  # noqa: F401 - they register the rules of operators
-from shardwise.run.prove.field_tensor import CERTAINTY, FieldMode, FieldTensor, NotProvable, degree_of, equals, lift, random_numbers
+from shardwise.run.prove.field_tensor import (
+    CERTAINTY,
+    FieldMode,
+    FieldTensor,
+    NotProvable,
+    degree_of,
+    have_equal_numbers,
+    lift,
+    random_numbers,
+)
 from shardwise.run.prove.finite_field import G, P, Q, bilinear, constant, exponential, inverse, linear, logarithm, random_function
 
 
@@ -67,23 +76,23 @@ def test_a_random_function_depends_on_name_and_number() -> None:
 def test_rescaled_softmax_is_exact_and_its_weights_sum_to_one() -> None:
     x = random_numbers((3, 8), "x", 0)
     whole = x.softmax(-1)
-    assert equals(whole.sum(-1), lift(torch.ones(3)))
+    assert have_equal_numbers(whole.sum(-1), lift(torch.ones(3)))
     first, second = x[:, :4], x[:, 4:]
     top = torch.maximum(first.amax(-1), second.amax(-1))
     parts = [(part - part.amax(-1, True)).exp() * (part.amax(-1) - top).exp().unsqueeze(-1) for part in (first, second)]
-    assert equals(whole, torch.cat(parts, -1) / sum(part.sum(-1) for part in parts).unsqueeze(-1))
+    assert have_equal_numbers(whole, torch.cat(parts, -1) / sum(part.sum(-1) for part in parts).unsqueeze(-1))
 
 
 def test_autograd_runs_on_it() -> None:
     x, y = random_numbers((3, 4), "x", 0).requires_grad_(), random_numbers((4, 2), "y", 0).requires_grad_()
     (x @ y).pow(2).sum().backward()
     assert x.grad is not None
-    assert equals(x.grad, 2.0 * (x @ y).detach() @ y.detach().T)  # type: ignore[arg-type]
+    assert have_equal_numbers(x.grad, 2.0 * (x @ y).detach() @ y.detach().T)  # type: ignore[arg-type]
 
 
 def test_a_norm_is_squared_exactly() -> None:
     x = random_numbers((7,), "x", 0)
-    assert equals(torch.linalg.vector_norm(x) ** 2, (x * x).sum())  # type: ignore[arg-type]
+    assert have_equal_numbers(torch.linalg.vector_norm(x) ** 2, (x * x).sum())  # type: ignore[arg-type]
 
 
 def test_views_of_a_buffer_write_into_it() -> None:

@@ -119,7 +119,7 @@ class FieldMode(private.DispatchMode):  # type: ignore[no-untyped-call]
             return call_rule(func, args, kwargs)
         result = func(*args, **kwargs)
         if getattr(func, "overloadpacket", None) in _BUFFERS and result.dtype is torch.float64:
-            return zeros(result.shape)
+            return zeros_of(result.shape)
         return result
 
 
@@ -127,14 +127,14 @@ aten = torch.ops.aten
 _BUFFERS = {aten.zeros, aten.empty, aten.empty_strided}
 
 
-def rule(*operators: Any) -> Callable[[Rule], Rule]:
+def register_for(*operators: Any) -> Callable[[Rule], Rule]:
     """Register the rule of some operators."""
 
-    def register(function: Rule) -> Rule:
+    def register_rule(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(operators, function))
         return function
 
-    return register
+    return register_rule
 
 
 class Certainty:
@@ -163,7 +163,7 @@ class Certainty:
 CERTAINTY = Certainty()  # of this process: the ranks and the serial run of a proof
 
 
-def zeros(shape: Sequence[int]) -> FieldTensor:
+def zeros_of(shape: Sequence[int]) -> FieldTensor:
     return FieldTensor(torch.zeros(tuple(shape), dtype=torch.int64), torch.zeros(tuple(shape), dtype=torch.int64), degree=[0])
 
 
@@ -188,7 +188,7 @@ def lift(x: Any) -> FieldTensor:
     return FieldTensor(table[:, 0][where], table[:, 1][where], hidden[where] if bool(hidden.any()) else None, [0])
 
 
-def signed(x: FieldTensor) -> Tensor:
+def signed_order(x: FieldTensor) -> Tensor:
     """Return the representatives from -P/2 to P/2, in whose order numbers are compared; minus infinity is below all."""
     numbers = torch.where(x.a > P // 2, x.a - P, x.a)
     return numbers if x.hidden is None else torch.where(x.hidden, -P, numbers)
@@ -221,6 +221,6 @@ def random_numbers(shape: Sequence[int], name: str, seed: int) -> FieldTensor:
     return FieldTensor(field.random_function(f"{name}/{seed}", index).reshape(tuple(shape)), degree=[1])
 
 
-def equals(x: FieldTensor, y: FieldTensor) -> bool:
+def have_equal_numbers(x: FieldTensor, y: FieldTensor) -> bool:
     """Return whether two tensors have the same numbers."""
     return x.shape == y.shape and bool((x.a == y.a).all()) and bool((hidden_or_none(x) == hidden_or_none(y)).all())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
-from shardwise.run.prove.field_tensor import CERTAINTY, FieldTensor, NotProvable, aten, degree_of, lift, rule, write
+from shardwise.run.prove.field_tensor import CERTAINTY, FieldTensor, NotProvable, aten, degree_of, lift, register_for, write
 from shardwise.run.prove.rules import matrix_product
 
 _MINUS_INFINITY = float("-inf")
@@ -24,7 +24,7 @@ def _sum_repeated_heads(gradient: Any, x: Any) -> Any:
     return gradient.reshape(*x.shape[:-2], -1, *x.shape[-2:]).sum(-3) if gradient.shape != x.shape else gradient
 
 
-def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | None) -> Any:
+def _apply_scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | None) -> Any:
     """Return the scores of attention, hidden ones minus infinity."""
     scores: Any = matrix_product(q, _repeat_heads(k, q).transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
@@ -35,29 +35,29 @@ def _scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: float | No
     return scores
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu)
-def _attend(
+@register_for(aten._scaled_dot_product_flash_attention_for_cpu)
+def _apply_attend(
     func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    weights = _scores(q, k, is_causal, attn_mask, scale).exp()
+    weights = _apply_scores(q, k, is_causal, attn_mask, scale).exp()
     total = weights.sum(-1)
     return FieldTensor(
         matrix_product(weights / total.unsqueeze(-1), _repeat_heads(v, q)).a, degree=[degree_of(v) + 2]
     ), total.log()  # exponents renewed, as by the division of a ring
 
 
-@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+@register_for(aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _attend_backward(func: Any, gradient: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
     (out, log_sum, _, causal), scale = rest, options.get("scale")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    weights = (_scores(q, k, causal, options.get("attn_mask"), scale) - log_sum.unsqueeze(-1)).exp()
+    weights = (_apply_scores(q, k, causal, options.get("attn_mask"), scale) - log_sum.unsqueeze(-1)).exp()
     of_weights = matrix_product(gradient, _repeat_heads(v, q).transpose(-1, -2))
     of_scores: Any = weights * (of_weights - (gradient * out).sum(-1, True)) * factor
     of_k, of_v = matrix_product(of_scores.transpose(-1, -2), q), matrix_product(weights.transpose(-1, -2), gradient)
     return matrix_product(of_scores, _repeat_heads(k, q)), _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v)
 
 
-@rule(aten.native_layer_norm)
+@register_for(aten.native_layer_norm)
 def _layer_norm(func: Any, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     dims = list(range(x.dim() - len(shape), x.dim()))
     mean = x.mean(dims, True)
@@ -67,8 +67,8 @@ def _layer_norm(func: Any, x: Any, shape: Sequence[int], weight: Any, bias: Any,
     return out if bias is None else out + bias, mean, inverse
 
 
-@rule(aten.var, aten.var_mean, torch.ops.prims.var)
-def _variance(func: Any, x: Any, dim: Any = None, correction: float | None = 1, keepdim: bool = False, **options: Any) -> Any:
+@register_for(aten.var, aten.var_mean, torch.ops.prims.var)
+def _apply_variance(func: Any, x: Any, dim: Any = None, correction: float | None = 1, keepdim: bool = False, **options: Any) -> Any:
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
     mean = x.mean(dims, True)
     squares: Any = (x - mean).square().sum(dims, keepdim)
@@ -77,13 +77,13 @@ def _variance(func: Any, x: Any, dim: Any = None, correction: float | None = 1, 
     return (variance, mean if keepdim else x.mean(dims)) if func.overloadpacket is aten.var_mean else variance
 
 
-@rule(aten.square)
-def _square(func: Any, x: Any) -> Any:
+@register_for(aten.square)
+def _apply_square(func: Any, x: Any) -> Any:
     return x**2
 
 
-@rule(aten.convolution)
-def _convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
+@register_for(aten.convolution)
+def _apply_convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     x, weight = lift(x), lift(weight)
     out: Any = FieldTensor(
         field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)]
@@ -91,7 +91,7 @@ def _convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     return out if bias is None else out + lift(bias).reshape(-1, *[1] * (out.dim() - 2))
 
 
-@rule(aten.convolution_backward)
+@register_for(aten.convolution_backward)
 def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any) -> Any:
     gradient, x, weight, wanted = lift(gradient), lift(x), lift(weight), settings[-1]
     shapes = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
@@ -113,7 +113,7 @@ def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes
     return of_input, of_weight, of_bias
 
 
-@rule(aten._fused_adamw_, aten._fused_adam_)
+@register_for(aten._fused_adamw_, aten._fused_adam_)
 def _update_adamw(func: Any, parameters: Any, gradients: Any, means: Any, squares: Any, *rest: Any, **options: Any) -> None:
     (_, steps), lr, beta1, beta2 = rest, float(options["lr"]), options["beta1"], options["beta2"]
     if options["amsgrad"] or options["maximize"]:
@@ -132,7 +132,7 @@ def _update_adamw(func: Any, parameters: Any, gradients: Any, means: Any, square
     CERTAINTY.divisor_degree = divisors + 1  # an element's update has one divisor of its own, and no other element has it
 
 
-@rule(aten._fused_sgd_)
+@register_for(aten._fused_sgd_)
 def _update_sgd(func: Any, parameters: Any, gradients: Any, momenta: Any, **options: Any) -> None:
     momentum = options["momentum"]
     for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
@@ -144,18 +144,18 @@ def _update_sgd(func: Any, parameters: Any, gradients: Any, momenta: Any, **opti
         write(p, p - direction * float(options["lr"]))
 
 
-@rule(aten._foreach_copy_)
+@register_for(aten._foreach_copy_)
 def _copy_each(func: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], *rest: Any) -> None:
     for target, source in zip(targets, sources, strict=True):
         write(target, source)
 
 
-@rule(aten._foreach_norm)
+@register_for(aten._foreach_norm)
 def _norm_each(func: Any, tensors: Sequence[Any], ord: float = 2, dtype: Any = None) -> list[Any]:
     return [torch.linalg.vector_norm(x, ord) for x in tensors]
 
 
-@rule(aten._foreach_mul_, aten._foreach_mul)
+@register_for(aten._foreach_mul_, aten._foreach_mul)
 def _multiply_each(func: Any, tensors: Sequence[Any], factor: Any) -> Any:
     factors = factor if isinstance(factor, list | tuple) else [factor] * len(tensors)
     products = [x * f for x, f in zip(tensors, factors, strict=True)]

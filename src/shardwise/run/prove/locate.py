@@ -24,7 +24,7 @@ from shardwise.plan.ir.placement import (  # fmt: skip
     position_ranges,
 )
 from shardwise.run.engine import Engine
-from shardwise.run.prove.field_tensor import FieldTensor, equals, lift
+from shardwise.run.prove.field_tensor import FieldTensor, have_equal_numbers, lift
 
 Values = dict[tuple[int, str, tuple[Placement, ...]], Tensor]  # (microbatch, value, placements along every axis)
 
@@ -126,7 +126,7 @@ def _matches(expected: Tensor, key: tuple[int, str, tuple[Placement, ...]], plac
     except (ShardwiseError, RuntimeError):  # a placement of a microbatch of another size
         return True
     if isinstance(total, FieldTensor) or isinstance(wanted, FieldTensor):
-        return equals(lift(total), lift(wanted))
+        return have_equal_numbers(lift(total), lift(wanted))
     return total.shape == wanted.shape and torch.equal(total.to(wanted.dtype), wanted)
 
 

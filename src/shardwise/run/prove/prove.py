@@ -27,7 +27,16 @@ from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.engine import Engine
 from shardwise.run.prove import fused_rules, rules  # noqa: F401 - they register the rules of operators
-from shardwise.run.prove.field_tensor import CERTAINTY, FieldMode, FieldTensor, NotProvable, degree_of, equals, lift, random_numbers
+from shardwise.run.prove.field_tensor import (
+    CERTAINTY,
+    FieldMode,
+    FieldTensor,
+    NotProvable,
+    degree_of,
+    have_equal_numbers,
+    lift,
+    random_numbers,
+)
 from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
 from shardwise.run.prove.proof import Difference, Proof
 from shardwise.run.prove.rank_threads import Exchange, thread_world
@@ -183,6 +192,8 @@ class _PointProof:
             engine = self._build_engine(world, subject.plan)
             if world.rank == 0:
                 self.graph, self.traits = engine.rank_model.graph, serial_traits(engine)
+                if self.traits.num_draws:
+                    raise NotProvable("the model draws random numbers, which is not proven yet; prove it with dropout 0, or use verify")
             for step in range(subject.options.steps):
                 result = engine.forward_backward(self.batch, wants_input_gradients=False)
                 total, work = result.pending_loss or (torch.zeros(()), None)
@@ -261,7 +272,7 @@ def _part_of(full: Tensor, shard: StateShard) -> Tensor:
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
     if isinstance(x, FieldTensor) or isinstance(y, FieldTensor):
-        return equals(lift(x), lift(y))
+        return have_equal_numbers(lift(x), lift(y))
     return torch.equal(x, y)
 
 

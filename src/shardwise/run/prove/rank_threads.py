@@ -141,7 +141,7 @@ class ThreadChannel:
         """Do nothing: an error ends all ranks."""
 
     def all_reduce(self, x: Tensor, op: str, wait: bool) -> PendingResult:
-        def reduce(parts: Sequence[Tensor]) -> Tensor:
+        def reduce_parts(parts: Sequence[Tensor]) -> Tensor:
             if op == "sum":
                 return add_up(parts)
             total = parts[0]
@@ -149,7 +149,7 @@ class ThreadChannel:
                 total = torch.maximum(total, part) if op == "max" else torch.minimum(total, part)
             return total
 
-        return self._meet(f"all-reduce ({op})", tuple(x.shape), x, reduce, lambda total: copy_into(x, total))
+        return self._meet(f"all-reduce ({op})", tuple(x.shape), x, reduce_parts, lambda total: copy_into(x, total))
 
     def broadcast(self, x: Tensor, source: int, wait: bool) -> PendingResult:
         return self._meet(f"broadcast from {source}", tuple(x.shape), x, lambda parts: parts[source], lambda part: copy_into(x, part))
@@ -180,7 +180,7 @@ class ThreadChannel:
             raise RunError(f"ranks of {self._name} meet in different collectives: rank {self.rank} in {kind}, another in {meeting.what}")
         meeting.parts[self._index] = part.detach().clone() if isinstance(part, Tensor) else part
 
-        def finish() -> None:
+        def store_result() -> None:
             if meeting.result is None:
                 meeting.result = combine([meeting.parts[i] for i in range(len(self._ranks))])
             store(meeting.result)
@@ -188,7 +188,7 @@ class ThreadChannel:
             if meeting.num_done == len(self._ranks):
                 del room.meetings[key]
 
-        return PendingResult(self, lambda: len(meeting.parts) == len(self._ranks), finish, f"{what} of {self._name}")
+        return PendingResult(self, lambda: len(meeting.parts) == len(self._ranks), store_result, f"{what} of {self._name}")
 
     def send(self, x: Tensor, to: int, tag: int) -> PendingResult:
         self.exchange_room.messages[self._name, self._index, to, tag].append(x.detach().clone())
