@@ -15,6 +15,7 @@ from shardwise import errors
 if TYPE_CHECKING:
     from shardwise.api import auto_parallelize, comm_hook, parallelize, plan, shard, simulate, verify
     from shardwise.api_decode import decoder
+    from shardwise.api_prove import prove
     from shardwise.cli.functions import compare, estimate, explain, report, scaling, whatif
     from shardwise.cluster.cluster import Cluster
     from shardwise.plan.ir.timeline import Timeline
@@ -38,13 +39,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook",
     "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "gather", "is_main", "launch", "load", "num_ranks",
-    "parallelize", "plan", "print", "rank", "reduce", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
+    "parallelize", "plan", "print", "prove", "rank", "reduce", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
 ]  # fmt: skip
 
 # Looked up at first use, so that `shardwise --help` and programs that only read plans do not wait for torch.
 _HOMES = {
     "Cluster": "shardwise.cluster.cluster",
     "decoder": "shardwise.api_decode",
+    "prove": "shardwise.api_prove",
     "Engine": "shardwise.run.engine",
     "full_state_dict": "shardwise.run.loop.shard_module",
     "Layout": "shardwise.plan.layout",

@@ -377,7 +377,7 @@ def verify(  # noqa: PLR0913
     torch.manual_seed(seed)
     source = CachedModelSource.from_model(make)
     actions = None if schedule is None else (Path(schedule).name, read_actions(schedule))
-    plans = [_plan_to_verify(wanted, subject, source, actions, dtype) for wanted in wanted_layouts]  # all before any rank starts
+    plans = [plan_to_verify(wanted, subject, source, actions, dtype) for wanted in wanted_layouts]  # all before any rank starts
     torch.random.set_rng_state(state)
     with show_progress(f"comparing {len(plans)} layouts with the serial model"):
         results = [
@@ -390,7 +390,7 @@ def verify(  # noqa: PLR0913
     return results[0] if wanted_layouts is not layout else Verification.combine(results)
 
 
-def _plan_to_verify(
+def plan_to_verify(
     wanted: Layout | Plan | str | Path, subject: ModelSubject, source: ModelSource, actions: tuple[str, str] | None, dtype: str | None
 ) -> Plan:
     """Return the plan to verify for a layout in any form. `actions`: (name, text) of a schedule in place of the layout's."""

@@ -31,6 +31,7 @@ from shardwise.cli import (
     launch,
     plan,
     probe,
+    prove,
     report,
     scaling,
     schedule,
@@ -89,6 +90,7 @@ app.command("compare")(compare.compare)
 app.command("scaling")(scaling.scaling)
 app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
+app.command("prove")(prove.prove)
 app.command("simulate")(simulate.simulate)
 app.command("schedule")(schedule.schedule)
 app.command("schedules")(schedules.schedules)

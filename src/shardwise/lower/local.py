@@ -97,6 +97,9 @@ class _StageLowering:
             outputs.append(self.node_in(value, wanted))
             forms[value] = dict(zip(low.axes, wanted, strict=True))
         self.nodes.graph.output(tuple(outputs))
+        for value, variants in self.nodes_of.items():
+            for variant, node in variants.items():
+                node.meta["value"] = (value, variant)
         self.nodes.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.nodes.graph, class_name=f"Stage{stage.index}")
         return LocalStage(module, variables, received, sent, stage.results, forms)

@@ -49,7 +49,7 @@ from shardwise.run.state.optimizer import Optimizer, OptimizerSpec
 from shardwise.run.state.parameters import share_gradient_memory
 from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_precision
 from shardwise.run.step.dispatch import StepCheck, StepResult, mean_loss
-from shardwise.run.step.executor import RunResult
+from shardwise.run.step.executor import Executor, RunResult
 from shardwise.run.step.executors import ExecutorCache
 from shardwise.run.step.resumption import StepResumption
 from shardwise.run.step.stage_resharding import pipeline_group_of
@@ -205,6 +205,15 @@ class Engine(CheckpointMixin):
     @step_index.setter
     def step_index(self, value: int) -> None:
         self._counters["step"].fill_(value)
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the planned batch's program."""
+        return self._executor
+
+    def refresh_parameter_copies(self) -> None:
+        """Copy weights that were written from outside to the optimizer's own copies, which it has with offload."""
+        self._optimizer.load_parameters()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

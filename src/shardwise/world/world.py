@@ -101,7 +101,8 @@ class World:
     is that of tensors on the host: gloo; shared_memory for every group whose members share a host; empty for shared memory if all ranks
     share one; mpi for MPI, if mpirun or srun started the ranks; boxes=2 (or boxes=2,3) for gloo, with simulated hosts of so many
     neighbouring ranks. Without a C compiler gloo takes the place of shared memory. With both at once a rank that waits in gloo makes no
-    progress for those that wait for it in shared memory, so collectives that mix them run in a thread of their own.
+    progress for those that wait for it in shared memory, so collectives that mix them run in a thread of their own. `open_transport`
+    opens (transport, its kind) of a group in place of these: ranks that are threads of one process have one of their own.
 
     >>> world = World()
     >>> world.group((0,)).all_reduce(torch.ones(2)).wait()
@@ -123,6 +124,7 @@ class World:
         catch_sigterm: bool = False,
         transport: str = "",
         may_add_threads: bool = True,
+        open_transport: Callable[[tuple[int, ...], Connection], tuple[Any, str]] | None = None,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise UsageError(f"rank {rank} is not one of {num_ranks} ranks")
@@ -146,7 +148,8 @@ class World:
         self.previous_recorders: tuple[
             CollectiveRecorder, ...
         ] = ()  # of this rank's previous worlds: a signal may have reached one of them
-        self._store = private.prefix_store(f"gen{generation}", store) if store is not None else None
+        self._open_transport = open_transport or self._open
+        self._store = private.prefix_store(f"gen{generation}", store) if store is not None and open_transport is None else store
         self._host = host
         self._timeout_s = timeout_s
         self._catch_sigterm = catch_sigterm
@@ -270,7 +273,7 @@ class World:
         if group is None:
             if self.rank not in key or len(set(key)) != len(key) or not all(0 <= rank < self.num_ranks for rank in key):
                 raise UsageError(f"rank {self.rank} of {self.num_ranks} cannot join the group of ranks {list(key)}")
-            group = self._groups[key] = Group(key, self.rank, self.recorder, self.device, self._open, self.ranks_by_host)
+            group = self._groups[key] = Group(key, self.rank, self.recorder, self.device, self._open_transport, self.ranks_by_host)
         return group
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:

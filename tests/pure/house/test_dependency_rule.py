@@ -55,9 +55,9 @@ ALLOWED: dict[str, set[str]] = {
 DIVIDED = ("serve",)  # rooms whose subrooms are parts of their own
 # What is called from outside may import every room, and of each other only these: the command line calls the functions, never they it.
 EVERYTHING: dict[str, set[str]] = {
-    "api_loop": set(), "api": {"api_loop"}, "api_decode": {"api"}, "adapters": {"api_loop"},
-    "cli": {"api", "api_loop_verify"}, "__main__": {"cli"}, "api_loop_verify": {"api_loop"},
-    "__init__": {"api", "api_decode", "cli"},
+    "api_loop": set(), "api": {"api_loop"}, "api_decode": {"api"}, "adapters": {"api_loop"}, "api_prove": {"api"},
+    "cli": {"api", "api_loop_verify", "api_prove"}, "__main__": {"cli"}, "api_loop_verify": {"api_loop"},
+    "__init__": {"api", "api_decode", "api_prove", "cli"},
 }  # fmt: skip
 # Measuring a machine with several ranks needs ranks, which compute as they do and run programs.
 EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("measure", "operators")} | {
@@ -68,7 +68,7 @@ EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("measure", "operator
 PUBLIC_CIRCLES = (("cluster/cluster.py", "cluster/find.py"),)
 
 TORCH_PARTS = {"adapters", "capture", "serve/deploy", "zoo", "world", "lower", "run", "train"}
-TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_loop_verify.py"}
+TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_loop_verify.py", "api_prove.py"}
 ENVIRONMENT_FILES = (
     "cli/", "world/launch/launch", "world/launch/prepared_rank", "world/launch/fork_server", "world/launch/current", "capture/cache/store",
     "run/gradients/replica_watch",

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3] / "src" / "shardwise"
 VERBS = frozenset(
-    "build capture check compare compile dump find format join launch load lower main measure parse plan predict price propagate read "
-    "refuse report run save search send shard simulate split train verify write".split()
+    "build capture check compare compile dump find format join launch load lower main measure parse plan predict price propagate prove "
+    "read refuse report run save search send shard simulate split train verify write".split()
 )
 PARTICIPLE = re.compile(
     r"[a-z]+(ed|en)$|^(kept|found|made|given|told|held|cut|put|left|sent|drawn|shown|apart|together|beside|behind|again|like)$"

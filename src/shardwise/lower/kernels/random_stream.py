@@ -114,7 +114,8 @@ class _Dropout(torch.autograd.Function):
 def _compute_dropout(x: Tensor, draw: DropoutDraw, in_place: bool = False) -> Tensor:
     scale, bound = dropout_scale(draw.p, x.dtype), word_bound(1.0 - draw.p)
     kind = _KINDS.get(x.dtype)
-    library = native_library() if x.device.type == "cpu" and kind is not None else None
+    has_memory = x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)  # a subclass may have elements of its own
+    library = native_library() if has_memory and kind is not None else None
     if library is None or kind is None:
         mask = (_shift_right(random_words(draw.key, draw.box, x.device), 11) < bound).to(x.dtype).mul_(scale)
         return x.mul_(mask) if in_place else x * mask

@@ -140,9 +140,7 @@ class WeightGatherer:
 def _allocate_bucket(bucket: Bucket, piece: Tensor, over: Group) -> _GatheredBucket:
     assert bucket.gathered_data is not None
     storage = bucket.gathered_data.untyped_storage()
-    alias = torch.empty(0, dtype=bucket.gathered_data.dtype, device=bucket.gathered_data.device)
-    alias.set_(storage, 0, bucket.gathered_data.shape, (1,))
-    weights = _GatheredBucket(piece, alias, over, storage.nbytes())
+    weights = _GatheredBucket(piece, bucket.gathered_data.data, over, storage.nbytes())  # .data: with a version counter of its own
     storage.resize_(0)
     return weights
 

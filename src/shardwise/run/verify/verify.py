@@ -178,6 +178,36 @@ class Options:
     device_memory: float = 0.0
 
 
+def find_coupling(engine: Engine) -> str:
+    """Return why microbatches may train something else than the whole batch; empty if they do not."""
+    layout = engine.plan.layout
+    if layout.microbatches == 1 and layout.batch_norm == "exact":
+        return ""
+    if engine.plan.uncaptured:
+        return "the model was not captured, so it is unknown whether they do"
+    return describe_couplings(engine.rank_model.couplings or local_statistics_couplings(engine.rank_model.graph))
+
+
+def serial_traits(engine: Engine) -> SerialTraits:
+    """Return traits of the captured model. Raises ModelError if it draws random numbers that a serial run cannot reproduce."""
+    plan, parts = engine.plan, engine.rank_model
+    random = [op for op in parts.graph.operators if is_random(op)]
+    unsupported = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
+    if unsupported:
+        raise _random_draws_error(plan, f" at {', '.join(unsupported[:3])}{' ...' if len(unsupported) > 3 else ''}")
+    inputs, non_differentiable = parts.graph.inputs, undifferentiable_inputs(parts.graph) | parts.divisor_inputs
+    return SerialTraits(
+        fills_missing_gradients=bool(plan.uncaptured),
+        unbatched_inputs=frozenset(v.name for v in inputs if not v.batched),
+        # Input gradients of uncaptured models are not compared: some inputs may have none (a loss's targets).
+        non_differentiable_inputs=frozenset(v.name for v in inputs if v.value in non_differentiable or plan.uncaptured),
+        num_draws=len(random),
+        sample_folds=parts.sample_folds,
+        microbatch_sizes=plan.microbatch_sizes if find_coupling(engine) else (),
+        num_replicas=plan.layout.data if plan.layout.local_statistics_axes else 1,
+    )
+
+
 class _VerificationRun:
     """A rank's engine and, on rank 0, the serial run; every rank makes the same steps."""
 
@@ -190,8 +220,8 @@ class _VerificationRun:
         model = source or (copy.deepcopy(make) if isinstance(make, nn.Module) else make)
         device = DeviceOptions(memory_limit_bytes=options.device_memory, initial_loss_scale=LOSS_SCALE)
         self.engine = Engine(plan, model, batch, loss, world, self.optimizer_spec, seed=options.seed, device=device)
-        self.coupling = self._find_coupling()  # why microbatches may train something else than the whole batch; empty if they do not
-        self._traits = self._serial_traits()
+        self.coupling = find_coupling(self.engine)  # why microbatches may train something else than the whole batch; empty if they do not
+        self._traits = serial_traits(self.engine)
         self._make_serial = partial(SerialRun, make, options.seed, batch, loss, plan, self.optimizer_spec, world.device)
         self.serial = self.new_serial() if world.rank == 0 else None
         self._noise = RoundingNoise(self.new_serial)
@@ -206,33 +236,6 @@ class _VerificationRun:
             self.tolerance, self._noise_of, narrow, rounding, 0.0 if narrow else self.optimizer_spec.rounding_gain
         )
         self.whole_batch: dict[str, float] = {}  # distance of the first step from that on the whole batch
-
-    def _find_coupling(self) -> str:
-        layout = self.plan.layout
-        if layout.microbatches == 1 and layout.batch_norm == "exact":
-            return ""
-        if self.plan.uncaptured:
-            return "the model was not captured, so it is unknown whether they do"
-        return describe_couplings(self.engine.rank_model.couplings or local_statistics_couplings(self.engine.rank_model.graph))
-
-    def _serial_traits(self) -> SerialTraits:
-        """Return traits of the captured model. Raises ModelError if it draws random numbers that a serial run cannot reproduce."""
-        plan, parts = self.plan, self.engine.rank_model
-        random = [op for op in parts.graph.operators if is_random(op)]
-        unsupported = [op.site for op in random if op.target.split(".")[1] not in SUPPORTED]
-        if unsupported:
-            raise _random_draws_error(plan, f" at {', '.join(unsupported[:3])}{' ...' if len(unsupported) > 3 else ''}")
-        inputs, non_differentiable = parts.graph.inputs, undifferentiable_inputs(parts.graph) | parts.divisor_inputs
-        return SerialTraits(
-            fills_missing_gradients=bool(plan.uncaptured),
-            unbatched_inputs=frozenset(v.name for v in inputs if not v.batched),
-            # Input gradients of uncaptured models are not compared: some inputs may have none (a loss's targets).
-            non_differentiable_inputs=frozenset(v.name for v in inputs if v.value in non_differentiable or plan.uncaptured),
-            num_draws=len(random),
-            sample_folds=parts.sample_folds,
-            microbatch_sizes=plan.microbatch_sizes if self.coupling else (),
-            num_replicas=plan.layout.data if plan.layout.local_statistics_axes else 1,
-        )
 
     def new_serial(self, without_microbatches: bool = False) -> SerialRun:
         """Build a serial run, on request without microbatches, even if they train something else."""

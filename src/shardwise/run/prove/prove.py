@@ -1,0 +1,284 @@
+"""Proof of a plan without tolerance: every rank's engine and the serial model run on numbers of a finite field, and must be equal.
+
+The engine, the executor, the kernels and the collectives are those that train (`run/engine`); only elements are other numbers
+(`field_tensor`), and ranks are threads of this process (`rank_threads`). Every shard of loss, gradients, updated weights and optimizer
+state on every rank is compared with the serial run (`run/verify/serial`), at several random points.
+
+Not proven: what rounds (precision, overflow, order of sums), which `verify` measures, and operators without an exact form, which are named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.capture.capture import Loss
+from shardwise.capture.nesting import named_leaves, replace_leaves
+from shardwise.model.graph import Graph, Variable
+from shardwise.model.sharding.sharding import FREE_LINKS
+from shardwise.plan.ir.choice import AUTO, AllReduceChoices
+from shardwise.plan.layout import Layout
+from shardwise.plan.plan import Plan
+from shardwise.run.checkpoint import StateShard
+from shardwise.run.engine import Engine
+from shardwise.run.prove import fused_rules, rules  # noqa: F401 - they register the rules of operators
+from shardwise.run.prove.field_tensor import (
+    CERTAINTY,
+    FieldMode,
+    FieldTensor,
+    NotProvable,
+    degree_of,
+    have_equal_numbers,
+    lift,
+    random_numbers,
+)
+from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
+from shardwise.run.prove.proof import Difference, Proof
+from shardwise.run.prove.rank_threads import Exchange, thread_world
+from shardwise.run.rank_model.model_source import CachedModelSource
+from shardwise.run.sharded_state import gradient_shards
+from shardwise.run.state.optimizer import OptimizerSpec
+from shardwise.run.verify.serial import SerialRun, StepValues
+from shardwise.run.verify.verify import serial_traits
+from shardwise.world.world import World
+
+MAX_REDRAWN = 8  # points with a zero divisor, which show nothing
+_MAX_CHANCE = 0.3  # of a point, above which too many would be needed
+
+
+@dataclass(frozen=True)
+class ProofOptions:
+    """Options of a proof. `max_error_probability`: that a wrong plan passes; points are added until it is met. `steps`: at each point."""
+
+    max_error_probability: float = 1e-12
+    steps: int = 1
+    seed: int = 0
+    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw"
+
+
+@dataclass
+class RankStep:
+    """What one rank has after a step: shards of gradients, and of weights and optimizer state after the update."""
+
+    gradients: list[StateShard]
+    state: list[StateShard]
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class ProofSubject:
+    """A plan, its model and batch, as the ranks and the serial run get them."""
+
+    plan: Plan
+    make: Any
+    batch: Any
+    loss: Loss | None
+    source: CachedModelSource
+    options: ProofOptions
+
+
+def prove_plan(
+    plan: Plan, make: Any, batch: Any, loss: Loss | None, source: CachedModelSource, options: ProofOptions = ProofOptions(),
+    cut_everything: bool = False,
+) -> Proof:  # fmt: skip
+    """Prove a plan, or name what differs first.
+
+    Raises:
+        NotProvable: an operator has no exact form.
+    """
+    plan = replace(plan, layout=replace(plan.layout, precision="float64", all_reduce=AUTO), sums=AllReduceChoices())
+    if cut_everything:
+        plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
+    source = replace(source, has_values=False)
+    source.capture_all(plan, batch, loss)
+    subject = ProofSubject(plan, make, batch, loss, source, options)
+    differences, wrong = list[Difference](), None
+    probability, points, redrawn, seed = 1.0, 0, 0, options.seed
+    while not differences and probability > options.max_error_probability:
+        run, seed = _PointProof(subject, seed), seed + 1
+        differences = run.run()
+        if CERTAINTY.zero_divisors and redrawn < MAX_REDRAWN:
+            redrawn, differences = redrawn + 1, []
+            continue
+        points += 1
+        chance = CERTAINTY.wrong_point_probability(run.degree)
+        if chance > _MAX_CHANCE:
+            raise NotProvable(f"the model's degree is too high for a proof: a point would miss an error with a chance of {chance:.2g}")
+        probability *= chance
+        wrong = run.locate() if differences else None
+    return Proof(
+        str(replace(plan.layout, precision="float32")), plan.model, points, redrawn, 1.0 if differences else probability,
+        tuple(differences), wrong,
+    )  # fmt: skip
+
+
+class _PointProof:
+    """One random point: values of weights and inputs, the ranks' steps, and the serial run's."""
+
+    def __init__(self, subject: ProofSubject, seed: int) -> None:
+        self.subject, self.seed = subject, seed
+        self.model = self._build_model()
+        leaves = {path: x for path, x in named_leaves(subject.batch) if isinstance(x, Tensor) and x.is_floating_point()}
+        self.batch = replace_leaves(
+            subject.batch,
+            {path: leaves[path] if path not in leaves else random_numbers(x.shape, f"batch {path}", seed) for path, x in leaves.items()}
+            | {path: x for path, x in named_leaves(subject.batch) if path not in leaves},
+        )
+        self.buffers = {name: lift(x) if x.is_floating_point() else x for name, x in self.model.named_buffers(remove_duplicate=False)}
+        self.steps: list[list[RankStep]] = []  # by step and rank
+        self.traits: Any = None
+        self.graph: Graph | None = None
+        self.degree = 1  # the largest of compared values
+        CERTAINTY.reset()
+
+    def _build_model(self) -> nn.Module:
+        torch.manual_seed(self.subject.options.seed)
+        make = self.subject.make
+        return (copy.deepcopy(make) if isinstance(make, nn.Module) else make()).double()
+
+    def run(self) -> list[Difference]:
+        """Run all ranks and the serial model; return what differs."""
+        options, num_ranks = self.subject.options, self.subject.plan.layout.num_ranks
+        self.steps = [[None] * num_ranks for _ in range(options.steps)]  # type: ignore[list-item]
+        room = Exchange(num_ranks)
+        room.scheduler.run(lambda rank: self._run_rank(thread_world(room, rank, num_ranks)))
+        serial = self._serial_steps()
+        return [
+            difference
+            for step, expected in enumerate(serial)
+            for rank, actual in enumerate(self.steps[step])
+            for difference in self._compare(step, rank, actual, expected)
+        ]
+
+    def locate(self) -> WrongValue | None:
+        """Return the first operator whose value differs in forward; None if all agree, as where only gradients differ."""
+        layout = self.subject.plan.layout
+        serial_plan = replace(self.subject.plan, layout=Layout.parse(f"microbatches={layout.microbatches} precision=float64"), stages=())
+        serial, graph = Values(), self.graph
+        recorded: list[Values] = [Values() for _ in range(layout.num_ranks)]
+        places: list[Any] = [None] * layout.num_ranks
+
+        def run_rank(world: World, plan: Plan, values: list[Values]) -> None:
+            with FieldMode():  # type: ignore[no-untyped-call]
+                engine = self._build_engine(world, plan)
+                values[world.rank] = record_values(engine)
+                if plan is self.subject.plan:
+                    places[world.rank] = place_of(engine)
+                engine.forward_backward(self.batch)
+
+        run_rank(World(), serial_plan, one := [serial])
+        whole = {(m, value): x for (m, value, _), x in one[0].items()}
+        room = Exchange(layout.num_ranks)
+        room.scheduler.run(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
+        assert graph is not None
+        order = [(op.site, value) for op in graph.operators for value in op.outputs]
+        return first_wrong_value(order, whole, places, recorded)
+
+    def _build_engine(self, world: World, plan: Plan) -> Engine:
+        subject = self.subject
+        engine = Engine(plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=self.seed)
+        with torch.no_grad():
+            self._fill(engine, engine.rank_model.graph)
+        return engine
+
+    def _run_rank(self, world: World) -> None:
+        subject = self.subject
+        with FieldMode():  # type: ignore[no-untyped-call]
+            engine = self._build_engine(world, subject.plan)
+            if world.rank == 0:
+                self.graph, self.traits = engine.rank_model.graph, serial_traits(engine)
+                if self.traits.num_draws:
+                    raise NotProvable("the model draws random numbers, which is not proven yet; prove it with dropout 0, or use verify")
+            for step in range(subject.options.steps):
+                result = engine.forward_backward(self.batch, wants_input_gradients=False)
+                total, work = result.pending_loss or (torch.zeros(()), None)
+                if work is not None:
+                    work.wait()
+                engine.gradients.gather()
+                gradients = _copied(gradient_shards(engine.rank_model))
+                engine.update()
+                engine.step_index += 0
+                loss = total[0] / total[1] if total.dim() else total
+                self.steps[step][world.rank] = RankStep(gradients, _copied(engine.state_shards(drain=False)), loss)
+
+    def _fill(self, engine: Engine, graph: Graph) -> None:
+        """Write this point's weights, and the model's buffers, into a rank's shards."""
+        variables = {v.name: v for v in (*graph.parameters, *graph.buffers)}
+        for shard in engine.state_shards(drain=False):
+            if shard.slot or shard.name not in variables or shard.kind not in ("parameter", "buffer"):
+                continue
+            shard.tensor.copy_(_part_of(self._value(shard.kind, variables[shard.name]), shard))
+        engine.refresh_parameter_copies()
+
+    def _value(self, kind: str, v: Variable) -> Tensor:
+        if kind == "buffer":
+            return next(self.buffers[name] for name in (v.name, *v.aliases) if name in self.buffers)
+        return random_numbers(v.tensor.shape, v.name, self.seed)
+
+    def _serial_steps(self) -> list[StepValues]:
+        subject = self.subject
+        spec = OptimizerSpec.of(subject.options.optimizer)
+        with FieldMode():  # type: ignore[no-untyped-call]
+            serial = SerialRun(self._field_model, self.seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits)
+            steps: list[StepValues] = []
+            for _ in range(subject.options.steps):
+                values = serial.step()
+                steps.append({kind: {name: _copy(x) for name, x in tensors.items()} for kind, tensors in values.items()})
+        return steps
+
+    def _field_model(self) -> nn.Module:
+        """Return the user's module with this point's weights."""
+        assert self.graph is not None
+        names = {name: v.name for v in self.graph.parameters for name in (v.name, *v.aliases)}
+        replaced: dict[int, nn.Parameter] = {}
+        for path, p in self.model.named_parameters():
+            value = random_numbers(p.shape, names.get(path, path), self.seed)
+            replaced[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+        buffers = {id(b): lift(b) for b in self.model.buffers() if b.is_floating_point()}
+        for module in self.model.modules():
+            module._parameters.update({key: replaced[id(p)] for key, p in module._parameters.items() if p is not None})
+            module._buffers.update({key: buffers[id(b)] for key, b in module._buffers.items() if b is not None and id(b) in buffers})
+        return self.model
+
+    def _compare(self, step: int, rank: int, actual: RankStep, expected: StepValues) -> Iterator[Difference]:
+        assert self.graph is not None
+        names = {v.name: (v.name, *v.aliases) for v in (*self.graph.parameters, *self.graph.buffers)}
+        for kind, shards in (("gradient", actual.gradients), ("weight", actual.state)):
+            for shard in shards:
+                if shard.kind not in ("parameter", "buffer", "optimizer"):
+                    continue
+                table = expected["gradients" if kind == "gradient" else "optimizer" if shard.slot else "weights"]
+                keys = [f"{name} {shard.slot}" if shard.slot else name for name in names.get(shard.name, (shard.name,))]
+                full = next((table[key] for key in keys if key in table), None)
+                if full is None:
+                    continue
+                value = shard.tensor.sqrt() if shard.slot == "exp_avg_sq" else shard.tensor
+                self.degree = max(self.degree, degree_of(value), degree_of(full))
+                if not _are_equal(value, _part_of(full, shard)):
+                    yield Difference(step, rank, shard.slot or kind, shard.name)
+
+
+def _part_of(full: Tensor, shard: StateShard) -> Tensor:
+    """Return the part of a full tensor that a shard holds."""
+    shape = shard.tensor.shape if shard.block is None else shard.block
+    part = full[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shape, strict=True))]
+    return part if shard.flat is None else part.reshape(-1)[shard.flat[0] : shard.flat[1]]
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    if isinstance(x, FieldTensor) or isinstance(y, FieldTensor):
+        return have_equal_numbers(lift(x), lift(y))
+    return torch.equal(x, y)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+def _copied(shards: Sequence[StateShard]) -> list[StateShard]:
+    return [replace(shard, tensor=_copy(shard.tensor)) for shard in shards]

@@ -1,0 +1,124 @@
+"""Arithmetic of a finite field against Python's whole numbers, and torch's operators on it against closed forms."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from shardwise.run.prove import rules  # noqa: F401 - they register the rules of operators
+from shardwise.run.prove.field_tensor import (
+    CERTAINTY,
+    FieldMode,
+    FieldTensor,
+    NotProvable,
+    degree_of,
+    have_equal_numbers,
+    lift,
+    random_numbers,
+)
+from shardwise.run.prove.finite_field import G, P, Q, bilinear, constant, exponential, inverse, linear, logarithm, random_function
+
+
+def random_integers(*shape: int, below: int = P) -> torch.Tensor:
+    return torch.randint(1, below, shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_p_is_a_prime_and_g_generates_its_units() -> None:
+    assert all(P % d for d in range(2, int(P**0.5) + 1))
+    assert all(pow(G, Q // p, P) != 1 for p in (2, 3, 5, 7, 11, 13, 17, 19))
+    rest = Q
+    for p in (2, 3, 5, 7, 11, 13, 17, 19):
+        while rest % p == 0:
+            rest //= p
+    assert rest == 1
+
+
+def test_inverse_exponential_and_logarithm_are_those_of_whole_numbers() -> None:
+    x, e = random_integers(50), random_integers(50, below=Q)
+    assert inverse(x).tolist() == [pow(n, -1, P) for n in x.tolist()]
+    assert exponential(e).tolist() == [pow(G, n, P) for n in e.tolist()]
+    assert torch.equal(logarithm(exponential(e)), e)
+    assert torch.equal(exponential(logarithm(x)), x)
+
+
+def test_products_of_limbs_are_exact() -> None:
+    x, y = random_integers(5, 300), random_integers(300, 4)
+    product = [[sum(a * b for a, b in zip(row, column, strict=True)) % P for column in y.T.tolist()] for row in x.tolist()]
+    assert bilinear(torch.matmul, x, y).tolist() == product
+    assert linear(lambda part: part.sum(-1), x).tolist() == [sum(row) % P for row in x.tolist()]
+
+
+@pytest.mark.parametrize("number", [Fraction(1, 3), Fraction(-5, 8), Fraction(7)])
+def test_small_rationals_are_exact(number: Fraction) -> None:
+    assert constant(float(number))[0] == number.numerator * pow(number.denominator, -1, P) % P
+
+
+@pytest.mark.parametrize("width", [2, 6, 15, 32, 80, 128])
+def test_the_scale_of_attention_is_a_root(width: int) -> None:
+    assert constant(width**-0.5)[0] ** 2 * width % P == 1
+    assert constant(width**-0.25)[0] != constant(width**-0.5)[0]
+
+
+def test_other_numbers_are_unknowns_of_their_own() -> None:
+    assert constant(0.1 + 1e-15) != constant(0.1)
+    assert constant(-0.1234567)[0] == P - constant(0.1234567)[0]
+
+
+def test_a_random_function_depends_on_name_and_number() -> None:
+    x = torch.arange(1000)
+    assert len(set(random_function("f", x).tolist())) == 1000
+    assert not (random_function("f", x) == random_function("g", x)).any()
+    assert ((random_function("f", x) >= 0) & (random_function("f", x) < P)).all()
+
+
+def test_rescaled_softmax_is_exact_and_its_weights_sum_to_one() -> None:
+    x = random_numbers((3, 8), "x", 0)
+    whole = x.softmax(-1)
+    assert have_equal_numbers(whole.sum(-1), lift(torch.ones(3)))
+    first, second = x[:, :4], x[:, 4:]
+    top = torch.maximum(first.amax(-1), second.amax(-1))
+    parts = [(part - part.amax(-1, True)).exp() * (part.amax(-1) - top).exp().unsqueeze(-1) for part in (first, second)]
+    assert have_equal_numbers(whole, torch.cat(parts, -1) / sum(part.sum(-1) for part in parts).unsqueeze(-1))
+
+
+def test_autograd_runs_on_it() -> None:
+    x, y = random_numbers((3, 4), "x", 0).requires_grad_(), random_numbers((4, 2), "y", 0).requires_grad_()
+    (x @ y).pow(2).sum().backward()
+    assert x.grad is not None
+    assert have_equal_numbers(x.grad, 2.0 * (x @ y).detach() @ y.detach().T)  # type: ignore[arg-type]
+
+
+def test_a_norm_is_squared_exactly() -> None:
+    x = random_numbers((7,), "x", 0)
+    assert have_equal_numbers(torch.linalg.vector_norm(x) ** 2, (x * x).sum())  # type: ignore[arg-type]
+
+
+def test_views_of_a_buffer_write_into_it() -> None:
+    with FieldMode():  # type: ignore[no-untyped-call]
+        flat = torch.zeros(6, dtype=torch.float64)
+        flat[2:4].view(2, 1).copy_(random_numbers((2, 1), "x", 0))
+        assert isinstance(flat, FieldTensor)
+    assert (flat.a != 0).tolist() == [False, False, True, True, False, False]
+    assert degree_of(flat) == 1
+
+
+def test_degrees_and_divisors_are_counted() -> None:
+    x = random_numbers((3,), "x", 0)
+    CERTAINTY.reset()
+    cube, quotient = x * x * x, x / (x * x)
+    assert (degree_of(cube), degree_of(quotient), degree_of(x.exp()), degree_of(x + 1.0)) == (3, 2, 1, 1)
+    assert CERTAINTY.divisor_degree == 3 * 2
+    assert CERTAINTY.wrong_point_probability(10) == pytest.approx((10 * 7 + CERTAINTY.num_functions) / P)
+    assert x.tanh() is not None
+    assert not CERTAINTY.zero_divisors
+    assert (x / (x - x)) is not None
+    assert CERTAINTY.zero_divisors == 3
+
+
+def test_what_has_no_exact_form_is_refused_by_name() -> None:
+    with pytest.raises(NotProvable, match="fft"):
+        torch.fft.fft(random_numbers((4,), "x", 0))
+    with pytest.raises(NotProvable, match="rounded"):
+        random_numbers((4,), "x", 0).long()

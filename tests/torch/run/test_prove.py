@@ -1,0 +1,228 @@
+"""Proofs of plans: layouts of a small model are equal, and what is off once, by any factor, by one element or one rank, is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise
+from shardwise.errors import RunError, VerifyError
+from shardwise.lower import redistribute
+from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.prove import rank_threads
+from shardwise.run.prove.proof import Proof
+from shardwise.run.prove.rank_threads import Exchange, RankScheduler, thread_world
+
+
+class Transformer(nn.Module):
+    """One layer of a GPT with its loss."""
+
+    def __init__(self, hidden: int = 8, heads: int = 4, vocabulary: int = 12, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocabulary, hidden), nn.Linear(hidden, vocabulary)
+        self.qkv, self.out, self.norm = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden), nn.LayerNorm(hidden)
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        samples, length, hidden = x.shape
+        q, k, v = (t.view(samples, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).split(hidden, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + functional.dropout(self.out(attended), self.dropout, self.training)
+        x = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+BATCH = tuple(torch.randint(0, 12, (4, 4), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+
+def prove_layout(layout: str, **options: Any) -> Proof:
+    """Prove a layout of the transformer at one point."""
+    proof = shardwise.prove(Transformer, layout, BATCH, max_error_probability=0.1, **options)
+    assert isinstance(proof, Proof)
+    return proof
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor=2 sequence_parallel=on",
+        "data=2 zero=3",
+        "context=2 attention=ring",
+        "pipeline=2 microbatches=4 schedule=zb-h1",
+        "data=2 tensor=2 pipeline=2 microbatches=2 zero=1",
+    ],
+)
+def test_a_layout_is_equal(layout: str) -> None:
+    proof = prove_layout(layout)
+    assert proof.ok, proof
+    assert proof.error_probability <= 1e-4
+
+
+def test_two_steps_of_momentum_are_equal() -> None:
+    assert prove_layout("data=2 zero=1", optimizer={"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, steps=2).ok
+
+
+def test_draws_are_refused_by_name() -> None:
+    with pytest.raises(shardwise.errors.ModelError, match="draws random numbers"):
+        shardwise.prove(lambda: Transformer(dropout=0.25), "data=1", BATCH)
+
+
+def test_the_wanted_probability_is_met() -> None:
+    proof = shardwise.prove(Transformer, "data=1", BATCH)
+    assert isinstance(proof, Proof)
+    assert proof.ok
+    assert proof.error_probability <= 1e-12
+    assert proof.points > 1
+
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def scale_sums(factor: float) -> Mutation:
+    """Scale every sum over ranks."""
+    add_up = rank_threads.add_up
+
+    def scaled(parts: Sequence[Tensor]) -> Tensor:
+        return add_up(parts) * factor if parts[0].is_floating_point() else add_up(parts)
+
+    return lambda patch: patch.setattr(rank_threads, "add_up", scaled)
+
+
+def leave_out_a_rank(patch: pytest.MonkeyPatch) -> None:
+    add_up = rank_threads.add_up
+    patch.setattr(rank_threads, "add_up", lambda parts: add_up(parts[:-1] if parts[0].is_floating_point() else parts))
+
+
+def rotate_members(patch: pytest.MonkeyPatch) -> None:
+    join_flat = rank_threads.join_flat
+    patch.setattr(rank_threads, "join_flat", lambda parts: join_flat([*parts[1:], parts[0]] if parts[0].is_floating_point() else parts))
+
+
+def scale_joined(patch: pytest.MonkeyPatch) -> None:
+    join_flat = rank_threads.join_flat
+    patch.setattr(
+        rank_threads, "join_flat", lambda parts: join_flat(parts) * (1 - 1e-15) if parts[0].is_floating_point() else join_flat(parts)
+    )
+
+
+def shift_one_slice(patch: pytest.MonkeyPatch) -> None:
+    """Take a shard one element too late, once."""
+    original, fired = redistribute._redistribute_in_rank_order, []
+
+    def shifted(x: Tensor, source: Any, target: Any, group: Any) -> Tensor:
+        out = original(x, source, target, group)
+        if not fired and out.is_floating_point() and out.dim() and out.shape[-1] > 1:
+            fired.append(True)
+            return out.roll(1, -1)
+        return out
+
+    patch.setattr(redistribute, "_redistribute_in_rank_order", shifted)
+
+
+def weigh_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Weigh one gradient by n / (n - 1), on one rank."""
+    original, fired = GradientReducer.add, []
+
+    def weighed(self: GradientReducer, name: str, grad: Tensor) -> None:
+        original(self, name, grad if fired else grad * (4 / 3))
+        fired.append(True)
+
+    patch.setattr(GradientReducer, "add", weighed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mutation"),
+    [
+        ("tensor=2", scale_sums(2.0)),
+        ("tensor=2", scale_sums(1 + 1e-13)),
+        ("data=2", scale_sums(1 + 1e-15)),
+        ("data=2", leave_out_a_rank),
+        ("data=2 zero=1", rotate_members),
+        ("data=2 zero=3", scale_joined),
+        ("tensor=2 sequence_parallel=on", rotate_members),
+        ("tensor=2", shift_one_slice),
+        ("data=2 zero=2", weigh_gradients),
+    ],
+)
+def test_a_mutation_is_found(layout: str, mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    proof = prove_layout(layout)
+    assert not proof.ok
+    assert proof.error_probability == 1.0
+
+
+def test_the_first_wrong_operator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate_members(monkeypatch)
+    proof = prove_layout("tensor=2 sequence_parallel=on")
+    assert proof.wrong_value is not None
+    assert set(proof.wrong_value.placement) == {"tensor"}
+    assert proof.wrong_value.site in proof.outcome
+    backward = GradientReducer.add
+    monkeypatch.undo()
+    monkeypatch.setattr(GradientReducer, "add", lambda self, name, grad: backward(self, name, grad * 2))
+    proof = prove_layout("data=2 zero=2")
+    assert not proof.ok
+    assert proof.wrong_value is None
+    assert "gradient of" in proof.outcome
+
+
+def test_a_model_without_an_exact_form_is_refused_by_name() -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.rfft(self.linear(x)).abs().sum()
+
+    with pytest.raises(shardwise.errors.ModelError, match="fft"):
+        shardwise.prove(Spectrum, "data=1", (torch.randn(4, 4),))
+
+
+def test_the_verb_ends_as_verify_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.cli import run
+
+    arguments = ["prove", "dlrm-tiny", "--layout", "data=2", "--batch", "4", "--probability", "0.1", "--json"]
+    assert run(arguments) == 0
+    leave_out_a_rank(monkeypatch)
+    assert run(arguments) == VerifyError.exit_code
+    assert run(["prove", "plan.toml", "--layout", "data=2"]) == 2
+
+
+def test_ranks_that_wait_for_one_another_are_named() -> None:
+    room = Exchange(2)
+
+    def receive(rank: int) -> None:
+        thread_world(room, rank, 2).world_group.irecv(torch.empty(1), 1 - rank).wait()
+
+    with pytest.raises(RunError, match="wait for one another: rank 0 for a message"):
+        room.scheduler.run(receive)
+
+
+def test_ranks_in_different_collectives_are_named() -> None:
+    room = Exchange(2)
+
+    def reduce(rank: int) -> None:
+        thread_world(room, rank, 2).world_group.all_reduce(torch.ones(2 + rank))
+
+    with pytest.raises(RunError, match="meet in different collectives"):
+        room.scheduler.run(reduce)
+
+
+def test_an_error_of_a_rank_ends_all() -> None:
+    scheduler = RankScheduler(3)
+
+    def fail_on_one(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("one")
+        scheduler.wait_until(rank, lambda: False, "nothing")
+
+    with pytest.raises(ValueError, match="one"):
+        scheduler.run(fail_on_one)
