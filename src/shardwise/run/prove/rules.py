@@ -203,7 +203,7 @@ def _define_functions() -> None:
         def apply_named(func: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> FieldTensor:
             return apply_function(f"{name} {args} {sorted(kwargs.items())}", x)
 
-        def apply_derivative(func: Any, gradient: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> FieldTensor:
+        def apply_derivative(func: Any, gradient: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> Any:
             args = tuple(x for x in args if not isinstance(x, Tensor))  # the result, which follows from x
             return multiply_numbers(func, gradient, apply_function(f"{name}' {args} {sorted(kwargs.items())}", x))
 
@@ -390,7 +390,7 @@ def _apply_scatter(
 ) -> Any:
     x, source = lift_constants(x), lift_constants(value if source is None else source)
     if func.overloadpacket is aten.scatter and not source.dim():
-        source = source.expand(index.shape)  # type: ignore[assignment]
+        source = source.expand(index.shape)
     source = source if alpha == 1 else source * alpha
     operator = getattr(torch.ops.aten, func.overloadpacket.__name__)
     return FieldTensor(operator(x.a, dim, index, source.a) % P, operator(x.b, dim, index, source.b) % Q)
