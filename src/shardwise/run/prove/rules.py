@@ -301,7 +301,6 @@ def _index_by_order(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> Any
     return func(signed_order(x), *args, **kwargs)
 
 
-# type: ignore[no-any-return]
 @register_for(aten.maximum, aten.minimum)
 def _choose_extreme(func: Any, x: Any, y: Any) -> Any:
     x, y = lift_constants(x), lift_constants(y)
@@ -314,7 +313,6 @@ def _apply_compare(func: Any, x: Any, y: Any) -> Any:
     return func.overloadpacket(signed_order(lift_constants(x)), signed_order(lift_constants(y)))
 
 
-# type: ignore[no-any-return]
 @register_for(aten.isnan, aten.isinf, aten.isfinite)
 def _apply_classify(func: Any, x: FieldTensor) -> Any:
     name = func.overloadpacket.__name__
