@@ -15,10 +15,21 @@ from shardwise.run.prove.field_tensor import (
     NotProvable,
     degree_of,
     have_equal_numbers,
-    lift,
+    lift_constants,
     random_numbers,
 )
-from shardwise.run.prove.finite_field import G, P, Q, bilinear, constant, exponential, inverse, linear, logarithm, random_function
+from shardwise.run.prove.finite_field import (
+    G,
+    P,
+    Q,
+    apply_bilinear,
+    apply_linear,
+    constant_of,
+    exponential_of,
+    inverse_of,
+    logarithm_of,
+    random_function,
+)
 
 
 def random_integers(*shape: int, below: int = P) -> torch.Tensor:
@@ -37,33 +48,33 @@ def test_p_is_a_prime_and_g_generates_its_units() -> None:
 
 def test_inverse_exponential_and_logarithm_are_those_of_whole_numbers() -> None:
     x, e = random_integers(50), random_integers(50, below=Q)
-    assert inverse(x).tolist() == [pow(n, -1, P) for n in x.tolist()]
-    assert exponential(e).tolist() == [pow(G, n, P) for n in e.tolist()]
-    assert torch.equal(logarithm(exponential(e)), e)
-    assert torch.equal(exponential(logarithm(x)), x)
+    assert inverse_of(x).tolist() == [pow(n, -1, P) for n in x.tolist()]
+    assert exponential_of(e).tolist() == [pow(G, n, P) for n in e.tolist()]
+    assert torch.equal(logarithm_of(exponential_of(e)), e)
+    assert torch.equal(exponential_of(logarithm_of(x)), x)
 
 
 def test_products_of_limbs_are_exact() -> None:
     x, y = random_integers(5, 300), random_integers(300, 4)
     product = [[sum(a * b for a, b in zip(row, column, strict=True)) % P for column in y.T.tolist()] for row in x.tolist()]
-    assert bilinear(torch.matmul, x, y).tolist() == product
-    assert linear(lambda part: part.sum(-1), x).tolist() == [sum(row) % P for row in x.tolist()]
+    assert apply_bilinear(torch.matmul, x, y).tolist() == product
+    assert apply_linear(lambda part: part.sum(-1), x).tolist() == [sum(row) % P for row in x.tolist()]
 
 
 @pytest.mark.parametrize("number", [Fraction(1, 3), Fraction(-5, 8), Fraction(7)])
 def test_small_rationals_are_exact(number: Fraction) -> None:
-    assert constant(float(number))[0] == number.numerator * pow(number.denominator, -1, P) % P
+    assert constant_of(float(number))[0] == number.numerator * pow(number.denominator, -1, P) % P
 
 
 @pytest.mark.parametrize("width", [2, 6, 15, 32, 80, 128])
 def test_the_scale_of_attention_is_a_root(width: int) -> None:
-    assert constant(width**-0.5)[0] ** 2 * width % P == 1
-    assert constant(width**-0.25)[0] != constant(width**-0.5)[0]
+    assert constant_of(width**-0.5)[0] ** 2 * width % P == 1
+    assert constant_of(width**-0.25)[0] != constant_of(width**-0.5)[0]
 
 
 def test_other_numbers_are_unknowns_of_their_own() -> None:
-    assert constant(0.1 + 1e-15) != constant(0.1)
-    assert constant(-0.1234567)[0] == P - constant(0.1234567)[0]
+    assert constant_of(0.1 + 1e-15) != constant_of(0.1)
+    assert constant_of(-0.1234567)[0] == P - constant_of(0.1234567)[0]
 
 
 def test_a_random_function_depends_on_name_and_number() -> None:
@@ -76,7 +87,7 @@ def test_a_random_function_depends_on_name_and_number() -> None:
 def test_rescaled_softmax_is_exact_and_its_weights_sum_to_one() -> None:
     x = random_numbers((3, 8), "x", 0)
     whole = x.softmax(-1)
-    assert have_equal_numbers(whole.sum(-1), lift(torch.ones(3)))
+    assert have_equal_numbers(whole.sum(-1), lift_constants(torch.ones(3)))
     first, second = x[:, :4], x[:, 4:]
     top = torch.maximum(first.amax(-1), second.amax(-1))
     parts = [(part - part.amax(-1, True)).exp() * (part.amax(-1) - top).exp().unsqueeze(-1) for part in (first, second)]

@@ -167,7 +167,7 @@ def zeros_of(shape: Sequence[int]) -> FieldTensor:
     return FieldTensor(torch.zeros(tuple(shape), dtype=torch.int64), torch.zeros(tuple(shape), dtype=torch.int64), degree=[0])
 
 
-def lift(x: Any) -> FieldTensor:
+def lift_constants(x: Any) -> FieldTensor:
     """Return a real tensor or number as constants."""
     if isinstance(x, FieldTensor):
         return x
@@ -183,7 +183,7 @@ def lift(x: Any) -> FieldTensor:
     numbers = values.tolist()
     if any(v != v or v == float("inf") for v in numbers):
         raise NotProvable("a constant of the model is not a number, or infinite")
-    table = torch.tensor([(0, 0) if v < LOWEST else field.constant(v) for v in numbers], dtype=torch.int64).reshape(-1, 2)
+    table = torch.tensor([(0, 0) if v < LOWEST else field.constant_of(v) for v in numbers], dtype=torch.int64).reshape(-1, 2)
     hidden = values < LOWEST
     return FieldTensor(table[:, 0][where], table[:, 1][where], hidden[where] if bool(hidden.any()) else None, [0])
 
@@ -202,7 +202,7 @@ def write(target: Tensor, source: Any) -> Tensor:
     """Write numbers into a tensor in place."""
     if not isinstance(target, FieldTensor):
         raise NotProvable("the model writes computed numbers into a tensor of constants")
-    value = lift(source)
+    value = lift_constants(source)
     target.a.copy_(value.a.expand(target.shape))
     target.b.copy_(value.b.expand(target.shape))
     if target.hidden is not None:

@@ -27,7 +27,7 @@ def reduce_mod(x: Tensor, modulus: int) -> Tensor:
     return torch.remainder(x, modulus)
 
 
-def power(base: Tensor, exponent: int) -> Tensor:
+def raise_to_power(base: Tensor, exponent: int) -> Tensor:
     """Return `base ** exponent` for a whole exponent >= 0."""
     out = torch.ones_like(base)
     while exponent:
@@ -38,9 +38,9 @@ def power(base: Tensor, exponent: int) -> Tensor:
     return out
 
 
-def inverse(x: Tensor) -> Tensor:
+def inverse_of(x: Tensor) -> Tensor:
     """Return 1 / x; 0 where x is 0."""
-    return power(x, P - 2)
+    return raise_to_power(x, P - 2)
 
 
 @cache
@@ -50,14 +50,14 @@ def _power_tables() -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def exponential(exponent: Tensor) -> Tensor:
+def exponential_of(exponent: Tensor) -> Tensor:
     """Return G ** exponent, for exponents in 0..Q-1."""
     low, high = _power_tables()
     return low[exponent & ((1 << _LIMB) - 1)] * high[exponent >> _LIMB] % P
 
 
 @cache
-def _subgroup(p: int) -> tuple[Tensor, Tensor]:
+def _build_subgroup(p: int) -> tuple[Tensor, Tensor]:
     """Return the elements of order p in order, sorted, and the exponent of each."""
     root = pow(G, Q // p, P)
     values = torch.tensor([pow(root, i, P) for i in range(p)])
@@ -65,18 +65,18 @@ def _subgroup(p: int) -> tuple[Tensor, Tensor]:
     return ordered, exponents
 
 
-def logarithm(x: Tensor) -> Tensor:
+def logarithm_of(x: Tensor) -> Tensor:
     """Return e with G ** e = x, digit by digit in every prime factor of Q; 0 where x is 0."""
     x = torch.where(x == 0, 1, x)
     total = torch.zeros_like(x)
     for p, k in _PRIMES.items():
         size, residue = p**k, torch.zeros_like(x)
-        ordered, exponents = _subgroup(p)
-        base = power(x, Q // size)
+        ordered, exponents = _build_subgroup(p)
+        base = raise_to_power(x, Q // size)
         unit = pow(G, Q // size, P)
         for digit in range(k):
             rest = base * power_of_constant(pow(unit, -1, P), residue, size) % P
-            residue = residue + exponents[torch.searchsorted(ordered, power(rest, p ** (k - 1 - digit)))] * p**digit
+            residue = residue + exponents[torch.searchsorted(ordered, raise_to_power(rest, p ** (k - 1 - digit)))] * p**digit
         other = Q // size
         total = (total + residue * (other * pow(other, -1, size) % Q)) % Q
     return total
@@ -94,17 +94,17 @@ def hash_text(text: str) -> int:
 
 def random_function(name: str, x: Tensor, modulus: int = P) -> Tensor:
     """Return a random function of whole numbers, of that name: equal numbers give equal numbers (SplitMix64's mixing)."""
-    z = x + _signed(hash_text(name) * 0x9E3779B97F4A7C15)
-    z = (z ^ (z >> 30 & 0x3FFFFFFFF)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> 27 & 0x1FFFFFFFFF)) * _signed(0x94D049BB133111EB)
+    z = x + _as_signed(hash_text(name) * 0x9E3779B97F4A7C15)
+    z = (z ^ (z >> 30 & 0x3FFFFFFFF)) * _as_signed(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> 27 & 0x1FFFFFFFFF)) * _as_signed(0x94D049BB133111EB)
     return (z ^ (z >> 31 & 0x1FFFFFFFF)) % modulus
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     return ((word + (1 << 63)) & _WORD) - (1 << 63)
 
 
-def bilinear(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
+def apply_bilinear(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
     """Return a bilinear function with whole coefficients, by exact float64 products of 16-bit limbs."""
     limbs = [[(v & ((1 << _LIMB) - 1)).double(), (v >> _LIMB).double()] for v in (x, y)]
     total = None
@@ -116,7 +116,7 @@ def bilinear(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, modulu
     return total
 
 
-def linear(f: Callable[[Tensor], Tensor], x: Tensor, modulus: int = P) -> Tensor:
+def apply_linear(f: Callable[[Tensor], Tensor], x: Tensor, modulus: int = P) -> Tensor:
     """Return a linear function with whole coefficients, by limbs."""
     low, high = f((x & ((1 << _LIMB) - 1)).double()), f((x >> _LIMB).double())
     return (low.to(torch.int64) + high.to(torch.int64) % modulus * (1 << _LIMB)) % modulus
@@ -124,25 +124,25 @@ def linear(f: Callable[[Tensor], Tensor], x: Tensor, modulus: int = P) -> Tensor
 
 def square_root(x: int) -> int | None:
     """Return the even power of G that squares to x; None if there is none."""
-    exponent = int(logarithm(torch.tensor([x % P])))
+    exponent = int(logarithm_of(torch.tensor([x % P])))
     return pow(G, exponent // 2, P) if exponent % 2 == 0 else None
 
 
 @cache
-def constant(x: float) -> tuple[int, int]:
+def constant_of(x: float) -> tuple[int, int]:
     """Return (number, exponent) of a constant: small rationals and their roots exactly, any other float as an unknown of its own."""
     if x < 0:
-        a, b = constant(-x)
+        a, b = constant_of(-x)
         return -a % P, -b % Q
     if x == int(x) and x < P:
         return int(x), int(x) % Q
     fraction, square = Fraction(x).limit_denominator(_MAX_DENOMINATOR), Fraction(x * x).limit_denominator(_MAX_DENOMINATOR)
     if float(fraction) == x:
-        return _residue(fraction), hash_text(f"root {fraction}") ** 2 % Q
-    if square and abs(float(square) - x * x) <= 4e-16 * x * x and (root := square_root(_residue(square))) is not None:
+        return _residue_of(fraction), hash_text(f"root {fraction}") ** 2 % Q
+    if square and abs(float(square) - x * x) <= 4e-16 * x * x and (root := square_root(_residue_of(square))) is not None:
         return root, hash_text(f"root {square}") % Q
     return hash_text(f"number {x!r}") % P, hash_text(f"exponent {x!r}") % Q
 
 
-def _residue(fraction: Fraction) -> int:
+def _residue_of(fraction: Fraction) -> int:
     return fraction.numerator * pow(fraction.denominator, -1, P) % P

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
-from shardwise.run.prove.field_tensor import CERTAINTY, FieldTensor, NotProvable, aten, degree_of, lift, register_for, write
+from shardwise.run.prove.field_tensor import CERTAINTY, FieldTensor, NotProvable, aten, degree_of, lift_constants, register_for, write
 from shardwise.run.prove.rules import matrix_product
 
 _MINUS_INFINITY = float("-inf")
@@ -84,28 +84,28 @@ def _apply_square(func: Any, x: Any) -> Any:
 
 @register_for(aten.convolution)
 def _apply_convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
-    x, weight = lift(x), lift(weight)
+    x, weight = lift_constants(x), lift_constants(weight)
     out: Any = FieldTensor(
-        field.bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)]
+        field.apply_bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)]
     )
-    return out if bias is None else out + lift(bias).reshape(-1, *[1] * (out.dim() - 2))
+    return out if bias is None else out + lift_constants(bias).reshape(-1, *[1] * (out.dim() - 2))
 
 
 @register_for(aten.convolution_backward)
 def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any) -> Any:
-    gradient, x, weight, wanted = lift(gradient), lift(x), lift(weight), settings[-1]
+    gradient, x, weight, wanted = lift_constants(gradient), lift_constants(x), lift_constants(weight), settings[-1]
     shapes = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
     of_input = of_weight = of_bias = None
     if wanted[0]:
         mask = [True, False, False]
         of_input = FieldTensor(
-            field.bilinear(lambda g, w: func(g, shapes[0], w, bias_sizes, *settings[:-1], mask)[0], gradient.a, weight.a),
+            field.apply_bilinear(lambda g, w: func(g, shapes[0], w, bias_sizes, *settings[:-1], mask)[0], gradient.a, weight.a),
             degree=[degree_of(gradient) + degree_of(weight)],
         )
     if wanted[1]:
         mask = [False, True, False]
         of_weight = FieldTensor(
-            field.bilinear(lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a),
+            field.apply_bilinear(lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a),
             degree=[degree_of(gradient) + degree_of(x)],
         )
     if wanted[2]:

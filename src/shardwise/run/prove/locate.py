@@ -24,7 +24,7 @@ from shardwise.plan.ir.placement import (  # fmt: skip
     position_ranges,
 )
 from shardwise.run.engine import Engine
-from shardwise.run.prove.field_tensor import FieldTensor, have_equal_numbers, lift
+from shardwise.run.prove.field_tensor import FieldTensor, have_equal_numbers, lift_constants
 
 Values = dict[tuple[int, str, tuple[Placement, ...]], Tensor]  # (microbatch, value, placements along every axis)
 
@@ -96,13 +96,13 @@ def first_wrong_value(
     for site, value in order:
         for rank, key in by_value.get(value, ()):
             expected = serial.get((key[0], value))
-            if expected is not None and not _matches(expected, key, places[rank], recorded):
+            if expected is not None and not _is_part_of_whole(expected, key, places[rank], recorded):
                 forms = {axis: str(form) for axis, form in zip(places[rank].axes, key[2], strict=True)}
                 return WrongValue(site, value, rank, forms)
     return None
 
 
-def _matches(expected: Tensor, key: tuple[int, str, tuple[Placement, ...]], place: RankPlace, recorded: Sequence[Values]) -> bool:
+def _is_part_of_whole(expected: Tensor, key: tuple[int, str, tuple[Placement, ...]], place: RankPlace, recorded: Sequence[Values]) -> bool:
     """Return whether a rank's value, or the sum over ranks of partial ones, is its part of the whole."""
     summed_axes = [axis for axis, form in zip(place.axes, key[2], strict=True) if form is P]
     if any(isinstance(form, HaloPartial) for form in key[2]):
@@ -126,7 +126,7 @@ def _matches(expected: Tensor, key: tuple[int, str, tuple[Placement, ...]], plac
     except (ShardwiseError, RuntimeError):  # a placement of a microbatch of another size
         return True
     if isinstance(total, FieldTensor) or isinstance(wanted, FieldTensor):
-        return have_equal_numbers(lift(total), lift(wanted))
+        return have_equal_numbers(lift_constants(total), lift_constants(wanted))
     return total.shape == wanted.shape and torch.equal(total.to(wanted.dtype), wanted)
 
 

@@ -34,7 +34,7 @@ from shardwise.run.prove.field_tensor import (
     NotProvable,
     degree_of,
     have_equal_numbers,
-    lift,
+    lift_constants,
     random_numbers,
 )
 from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
@@ -129,7 +129,9 @@ class _PointProof:
             {path: leaves[path] if path not in leaves else random_numbers(x.shape, f"batch {path}", seed) for path, x in leaves.items()}
             | {path: x for path, x in named_leaves(subject.batch) if path not in leaves},
         )
-        self.buffers = {name: lift(x) if x.is_floating_point() else x for name, x in self.model.named_buffers(remove_duplicate=False)}
+        self.buffers = {
+            name: lift_constants(x) if x.is_floating_point() else x for name, x in self.model.named_buffers(remove_duplicate=False)
+        }
         self.steps: list[list[RankStep]] = []  # by step and rank
         self.traits: Any = None
         self.graph: Graph | None = None
@@ -183,7 +185,7 @@ class _PointProof:
         subject = self.subject
         engine = Engine(plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=self.seed)
         with torch.no_grad():
-            self._fill(engine, engine.rank_model.graph)
+            self._fill_shards(engine, engine.rank_model.graph)
         return engine
 
     def _run_rank(self, world: World) -> None:
@@ -200,22 +202,22 @@ class _PointProof:
                 if work is not None:
                     work.wait()
                 engine.gradients.gather()
-                gradients = _copied(gradient_shards(engine.rank_model))
+                gradients = _copy_shards(gradient_shards(engine.rank_model))
                 engine.update()
                 engine.step_index += 0
                 loss = total[0] / total[1] if total.dim() else total
-                self.steps[step][world.rank] = RankStep(gradients, _copied(engine.state_shards(drain=False)), loss)
+                self.steps[step][world.rank] = RankStep(gradients, _copy_shards(engine.state_shards(drain=False)), loss)
 
-    def _fill(self, engine: Engine, graph: Graph) -> None:
+    def _fill_shards(self, engine: Engine, graph: Graph) -> None:
         """Write this point's weights, and the model's buffers, into a rank's shards."""
         variables = {v.name: v for v in (*graph.parameters, *graph.buffers)}
         for shard in engine.state_shards(drain=False):
             if shard.slot or shard.name not in variables or shard.kind not in ("parameter", "buffer"):
                 continue
-            shard.tensor.copy_(_part_of(self._value(shard.kind, variables[shard.name]), shard))
+            shard.tensor.copy_(_part_of(self._value_of(shard.kind, variables[shard.name]), shard))
         engine.refresh_parameter_copies()
 
-    def _value(self, kind: str, v: Variable) -> Tensor:
+    def _value_of(self, kind: str, v: Variable) -> Tensor:
         if kind == "buffer":
             return next(self.buffers[name] for name in (v.name, *v.aliases) if name in self.buffers)
         return random_numbers(v.tensor.shape, v.name, self.seed)
@@ -228,7 +230,7 @@ class _PointProof:
             steps: list[StepValues] = []
             for _ in range(subject.options.steps):
                 values = serial.step()
-                steps.append({kind: {name: _copy(x) for name, x in tensors.items()} for kind, tensors in values.items()})
+                steps.append({kind: {name: _copy_of(x) for name, x in tensors.items()} for kind, tensors in values.items()})
         return steps
 
     def _field_model(self) -> nn.Module:
@@ -239,7 +241,7 @@ class _PointProof:
         for path, p in self.model.named_parameters():
             value = random_numbers(p.shape, names.get(path, path), self.seed)
             replaced[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
-        buffers = {id(b): lift(b) for b in self.model.buffers() if b.is_floating_point()}
+        buffers = {id(b): lift_constants(b) for b in self.model.buffers() if b.is_floating_point()}
         for module in self.model.modules():
             module._parameters.update({key: replaced[id(p)] for key, p in module._parameters.items() if p is not None})
             module._buffers.update({key: buffers[id(b)] for key, b in module._buffers.items() if b is not None and id(b) in buffers})
@@ -272,13 +274,13 @@ def _part_of(full: Tensor, shard: StateShard) -> Tensor:
 
 def _are_equal(x: Tensor, y: Tensor) -> bool:
     if isinstance(x, FieldTensor) or isinstance(y, FieldTensor):
-        return have_equal_numbers(lift(x), lift(y))
+        return have_equal_numbers(lift_constants(x), lift_constants(y))
     return torch.equal(x, y)
 
 
-def _copy(x: Tensor) -> Tensor:
+def _copy_of(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-def _copied(shards: Sequence[StateShard]) -> list[StateShard]:
-    return [replace(shard, tensor=_copy(shard.tensor)) for shard in shards]
+def _copy_shards(shards: Sequence[StateShard]) -> list[StateShard]:
+    return [replace(shard, tensor=_copy_of(shard.tensor)) for shard in shards]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RunError
-from shardwise.run.prove.field_tensor import FieldTensor, lift
+from shardwise.run.prove.field_tensor import FieldTensor, lift_constants
 from shardwise.world.comm.connection import Connection
 from shardwise.world.world import World
 
@@ -55,9 +55,9 @@ class RankScheduler:
                 return
         waiting = [f"rank {i} for {self._waits_for[i]}" for i, condition in enumerate(self._conditions) if condition is not None]
         if waiting:
-            self._fail(RunError(f"ranks wait for one another: {', '.join(waiting[:4])}{' ...' if len(waiting) > 4 else ''}"))
+            self._end_all(RunError(f"ranks wait for one another: {', '.join(waiting[:4])}{' ...' if len(waiting) > 4 else ''}"))
 
-    def _fail(self, error: BaseException) -> None:
+    def _end_all(self, error: BaseException) -> None:
         self.error = self.error or error
         for wakeup in self._wakeups:
             wakeup.set()
@@ -73,7 +73,7 @@ class RankScheduler:
             except RankStopped:
                 pass
             except BaseException as error:
-                self._fail(error)
+                self._end_all(error)
             self._conditions[rank] = None
             if self.error is None:
                 self._resume_next(rank)
@@ -149,17 +149,21 @@ class ThreadChannel:
                 total = torch.maximum(total, part) if op == "max" else torch.minimum(total, part)
             return total
 
-        return self._meet(f"all-reduce ({op})", tuple(x.shape), x, reduce_parts, lambda total: copy_into(x, total))
+        return self._start_meeting(f"all-reduce ({op})", tuple(x.shape), x, reduce_parts, lambda total: copy_into(x, total))
 
     def broadcast(self, x: Tensor, source: int, wait: bool) -> PendingResult:
-        return self._meet(f"broadcast from {source}", tuple(x.shape), x, lambda parts: parts[source], lambda part: copy_into(x, part))
+        return self._start_meeting(
+            f"broadcast from {source}", tuple(x.shape), x, lambda parts: parts[source], lambda part: copy_into(x, part)
+        )
 
     def all_gather(self, out: Tensor, x: Tensor, sizes: Sequence[int], wait: bool) -> PendingResult:
-        return self._meet("all-gather", (x.numel(),), x, join_flat, lambda joined: copy_into(out.view(-1), joined))
+        return self._start_meeting("all-gather", (x.numel(),), x, join_flat, lambda joined: copy_into(out.view(-1), joined))
 
     def exchange(self, out: Tensor, x: Tensor, arriving: Sequence[int], sizes: Sequence[int], wait: bool) -> PendingResult:
         sent = torch.split(x.detach().clone(), list(sizes))
-        return self._meet("all-to-all", (), sent, lambda parts: parts, lambda parts: copy_into(out, self._take_own(parts, arriving)))
+        return self._start_meeting(
+            "all-to-all", (), sent, lambda parts: parts, lambda parts: copy_into(out, self._take_own(parts, arriving))
+        )
 
     def _take_own(self, parts: Sequence[Sequence[Tensor]], arriving: Sequence[int]) -> Tensor:
         own = [part[self._index] for part in parts]
@@ -169,7 +173,7 @@ class ThreadChannel:
             )
         return join_flat(own)
 
-    def _meet(
+    def _start_meeting(
         self, what: str, shape: tuple[int, ...], part: Any, combine: Callable[[Sequence[Any]], Any], store: Callable[[Any], None]
     ) -> PendingResult:
         room, key = self.exchange_room, (self._name, self._num_meetings)
@@ -218,7 +222,7 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     """Write a result into a member's tensor; raises RunError where one of the two is real and the other is not."""
     if isinstance(source, FieldTensor) and not isinstance(target, FieldTensor):
         raise RunError("a rank receives computed numbers in a tensor of constants")
-    target.detach().copy_(lift(source) if isinstance(target, FieldTensor) else source)
+    target.detach().copy_(lift_constants(source) if isinstance(target, FieldTensor) else source)
 
 
 class _ThreadStore:

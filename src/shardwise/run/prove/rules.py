@@ -17,7 +17,7 @@ from shardwise.run.prove.field_tensor import (  # fmt: skip
     aten,
     degree_of,
     hidden_or_none,
-    lift,
+    lift_constants,
     register_for,
     signed_order,
     write,
@@ -95,7 +95,7 @@ def _is_same_size(func: Any, x: Tensor, y: Tensor) -> bool:
 def _apply_join(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     if func.overloadpacket is aten.cat:
         tensors = [x for x in tensors if tuple(x.shape) != (0,)] or tensors[:1]
-    parts = [lift(x) for x in tensors]
+    parts = [lift_constants(x) for x in tensors]
     hidden = func([hidden_or_none(x) for x in parts], dim) if any(x.hidden is not None for x in parts) else None
     out = FieldTensor(func([x.a for x in parts], dim), func([x.b for x in parts], dim), hidden)
     if all(x.root_of is not None for x in parts):
@@ -105,7 +105,7 @@ def _apply_join(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 @register_for(aten.add)
 def add_numbers(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
-    x, y = lift(x), lift(y)
+    x, y = lift_constants(x), lift_constants(y)
     if alpha != 1:
         y = y * alpha
     hidden = None
@@ -116,7 +116,7 @@ def add_numbers(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @register_for(aten.sub)
 def _apply_subtract(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
-    y = lift(y)
+    y = lift_constants(y)
     if y.hidden is not None and bool(y.hidden.any()):  # -inf - (-inf) of a row that is all hidden: the kernels then take 0
         y = FieldTensor(y.a, y.b)
     return add_numbers(func, x, -y, alpha)
@@ -124,7 +124,7 @@ def _apply_subtract(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 @register_for(aten.rsub)
 def _subtract_from(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
-    return lift(y) - lift(x) * alpha
+    return lift_constants(y) - lift_constants(x) * alpha
 
 
 @register_for(aten.neg)
@@ -135,7 +135,7 @@ def _apply_negate(func: Any, x: FieldTensor) -> Any:
 @register_for(aten.mul)
 def multiply_numbers(func: Any, x: Any, y: Any) -> Any:
     is_scaling = not (isinstance(x, FieldTensor) and isinstance(y, FieldTensor))
-    x, y = lift(x), lift(y)
+    x, y = lift_constants(x), lift_constants(y)
     hidden = None
     if x.hidden is not None or y.hidden is not None:
         hidden = hidden_or_none(x) | hidden_or_none(y)
@@ -147,9 +147,9 @@ def multiply_numbers(func: Any, x: Any, y: Any) -> Any:
 def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:
         raise NotProvable("a quotient of computed numbers is rounded")
-    x, y = lift(x), lift(y)
+    x, y = lift_constants(x), lift_constants(y)
     CERTAINTY.add_divisor(y)
-    return FieldTensor(x.a * field.inverse(y.a) % P, degree=[degree_of(x) + (degree_of(y) > 0)])
+    return FieldTensor(x.a * field.inverse_of(y.a) % P, degree=[degree_of(x) + (degree_of(y) > 0)])
 
 
 @register_for(aten.reciprocal)
@@ -184,13 +184,13 @@ def _apply_raise(func: Any, x: Any, exponent: Any) -> Any:
     if isinstance(exponent, FieldTensor) or not isinstance(x, FieldTensor):
         raise NotProvable("a power with a computed exponent has no exact form")
     if isinstance(exponent, Tensor):
-        return FieldTensor(field.random_function("pow", x.a * 31 + lift(exponent).a), degree=[1])
+        return FieldTensor(field.random_function("pow", x.a * 31 + lift_constants(exponent).a), degree=[1])
     if exponent == 0.5:
         return x.sqrt()
     if float(exponent).is_integer():
         if x.root_of is not None and exponent == 2:
             return x.root_of
-        out: Any = lift(1.0).expand(x.shape)
+        out: Any = lift_constants(1.0).expand(x.shape)
         for _ in range(abs(int(exponent))):
             out = out * x
         return out if exponent >= 0 else 1.0 / out
@@ -203,7 +203,7 @@ def _define_functions() -> None:
         def apply_named(func: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> FieldTensor:
             return apply_function(f"{name} {args} {sorted(kwargs.items())}", x)
 
-        def apply_derivative(func: Any, gradient: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> FieldTensor:
+        def apply_derivative(func: Any, gradient: Any, x: FieldTensor, *args: Any, name: str = name, **kwargs: Any) -> Any:
             args = tuple(x for x in args if not isinstance(x, Tensor))  # the result, which follows from x
             return multiply_numbers(func, gradient, apply_function(f"{name}' {args} {sorted(kwargs.items())}", x))
 
@@ -218,30 +218,30 @@ _define_functions()
 
 @register_for(aten.exp)
 def take_exponential(func: Any, x: FieldTensor) -> Any:
-    numbers = field.exponential(x.b)
+    numbers = field.exponential_of(x.b)
     return FieldTensor(numbers if x.hidden is None else torch.where(x.hidden, 0, numbers), degree=[1])
 
 
 @register_for(aten.log)
 def take_logarithm(func: Any, x: FieldTensor) -> Any:
-    exponent = field.logarithm(x.a)
+    exponent = field.logarithm_of(x.a)
     return FieldTensor(field.random_function("log", exponent), exponent, x.a == 0 if bool((x.a == 0).any()) else None, [1])
 
 
 def matrix_product(x: FieldTensor, y: FieldTensor) -> Any:
     degree = [degree_of(x) + degree_of(y)]
-    return FieldTensor(field.bilinear(torch.matmul, x.a, y.a), field.bilinear(torch.matmul, x.b, y.b, Q), degree=degree)
+    return FieldTensor(field.apply_bilinear(torch.matmul, x.a, y.a), field.apply_bilinear(torch.matmul, x.b, y.b, Q), degree=degree)
 
 
 @register_for(aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot)
 def _multiply_matrices(func: Any, x: Any, y: Any) -> Any:
-    return matrix_product(lift(x), lift(y))
+    return matrix_product(lift_constants(x), lift_constants(y))
 
 
 @register_for(aten.addmm, aten.addmv)
 def _add_product(func: Any, c: Any, x: Any, y: Any, beta: float = 1, alpha: float = 1, out: Any = None) -> Any:
-    product = matrix_product(lift(x), lift(y)) * alpha
-    total = product if beta == 0 else product + lift(c) * beta
+    product = matrix_product(lift_constants(x), lift_constants(y)) * alpha
+    total = product if beta == 0 else product + lift_constants(c) * beta
     return total if out is None else write(out, total)
 
 
@@ -301,20 +301,18 @@ def _index_by_order(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> Any
     return func(signed_order(x), *args, **kwargs)
 
 
-# type: ignore[no-any-return]
 @register_for(aten.maximum, aten.minimum)
 def _choose_extreme(func: Any, x: Any, y: Any) -> Any:
-    x, y = lift(x), lift(y)
+    x, y = lift_constants(x), lift_constants(y)
     first = signed_order(x) >= signed_order(y) if func.overloadpacket is aten.maximum else signed_order(x) <= signed_order(y)
     return torch.where(first, x, y)
 
 
 @register_for(aten.lt, aten.gt, aten.le, aten.ge, aten.eq, aten.ne)
 def _apply_compare(func: Any, x: Any, y: Any) -> Any:
-    return func.overloadpacket(signed_order(lift(x)), signed_order(lift(y)))
+    return func.overloadpacket(signed_order(lift_constants(x)), signed_order(lift_constants(y)))
 
 
-# type: ignore[no-any-return]
 @register_for(aten.isnan, aten.isinf, aten.isfinite)
 def _apply_classify(func: Any, x: FieldTensor) -> Any:
     name = func.overloadpacket.__name__
@@ -323,7 +321,7 @@ def _apply_classify(func: Any, x: FieldTensor) -> Any:
 
 @register_for(aten.where)
 def _apply_where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
-    x, y = lift(x), lift(y)
+    x, y = lift_constants(x), lift_constants(y)
     hidden = None
     if x.hidden is not None or y.hidden is not None:
         hidden = torch.where(condition, hidden_or_none(x), hidden_or_none(y))
@@ -332,7 +330,7 @@ def _apply_where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
 
 @register_for(aten.masked_fill)
 def _fill_masked(func: Any, x: FieldTensor, mask: Tensor, value: Any) -> Any:
-    return torch.where(mask, lift(value), x)
+    return torch.where(mask, lift_constants(value), x)
 
 
 @register_for(aten.relu)
@@ -352,7 +350,7 @@ def _apply_absolute(func: Any, x: FieldTensor) -> Any:
 
 @register_for(aten.sign, aten.sgn)
 def _apply_sign(func: Any, x: FieldTensor) -> Any:
-    return lift(signed_order(x).sign())
+    return lift_constants(signed_order(x).sign())
 
 
 @register_for(aten.clamp, aten.clamp_min, aten.clamp_max)
@@ -360,7 +358,7 @@ def _apply_clamp(func: Any, x: Any, *bounds: Any, min: Any = None, max: Any = No
     name = func.overloadpacket.__name__
     low = min if min is not None else bounds[0] if bounds and name != "clamp_max" else None
     high = max if max is not None else bounds[-1] if name == "clamp_max" else bounds[1] if len(bounds) > 1 else None
-    out: Any = lift(x)
+    out: Any = lift_constants(x)
     out = out if low is None else _choose_extreme(aten.maximum.default, out, low)
     return out if high is None else _choose_extreme(aten.minimum.default, out, high)
 
@@ -388,9 +386,9 @@ def _log_sum_exp(func: Any, x: FieldTensor, dim: Any, keepdim: bool = False) -> 
 def _apply_scatter(
     func: Any, x: Any, dim: int, index: Tensor, source: Any = None, value: Any = None, alpha: float = 1, **kwargs: Any
 ) -> Any:
-    x, source = lift(x), lift(value if source is None else source)
+    x, source = lift_constants(x), lift_constants(value if source is None else source)
     if func.overloadpacket is aten.scatter and not source.dim():
-        source = source.expand(index.shape)  # type: ignore[assignment]
+        source = source.expand(index.shape)
     source = source if alpha == 1 else source * alpha
     operator = getattr(torch.ops.aten, func.overloadpacket.__name__)
     return FieldTensor(operator(x.a, dim, index, source.a) % P, operator(x.b, dim, index, source.b) % Q)
@@ -398,7 +396,7 @@ def _apply_scatter(
 
 @register_for(aten.index_put, aten._unsafe_index_put)
 def _apply_put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    x, values = lift(x), lift(values)
+    x, values = lift_constants(x), lift_constants(values)
     put = torch.ops.aten.index_put
     return FieldTensor(put(x.a, indices, values.a, accumulate) % P, put(x.b, indices, values.b, accumulate) % Q)
 
@@ -424,7 +422,7 @@ def _apply_pad(func: Any, x: FieldTensor, sizes: Sequence[int], value: float = 0
     if value in (0, 0.0):
         return _apply_to_components(x, lambda part: func(part, sizes, 0))
     inside = func(torch.ones(x.shape, dtype=torch.bool), sizes, False)
-    return torch.where(inside, _apply_to_components(x, lambda part: func(part, sizes, 0)), lift(value))
+    return torch.where(inside, _apply_to_components(x, lambda part: func(part, sizes, 0)), lift_constants(value))
 
 
 _FILLED = {aten.zeros_like: 0.0, aten.new_zeros: 0.0, aten.empty_like: 0.0, aten.new_empty: 0.0, aten.ones_like: 1.0, aten.new_ones: 1.0}
@@ -438,7 +436,7 @@ def _apply_allocate(func: Any, x: Tensor, *args: Any, dtype: torch.dtype | None 
     value = values[0] if operator in (aten.full_like, aten.new_full) else _FILLED.get(operator, 0.0)
     if dtype is not None and not dtype.is_floating_point:
         return torch.full(shape, value, dtype=dtype)
-    return _apply_to_components(lift(float(value)), lambda part: part.expand(shape).clone())
+    return _apply_to_components(lift_constants(float(value)), lambda part: part.expand(shape).clone())
 
 
 @register_for(aten.copy_)
@@ -456,7 +454,7 @@ def _apply_fill(func: Any, x: FieldTensor, value: Any) -> Any:
     return (
         write(x, value)
         if func.overloadpacket is aten.fill_
-        else _apply_to_components(lift(value), lambda part: part.expand(x.shape).clone())
+        else _apply_to_components(lift_constants(value), lambda part: part.expand(x.shape).clone())
     )
 
 
@@ -467,14 +465,14 @@ def _apply_initialise(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> A
 
 @register_for(aten.addcmul)
 def _add_elementwise_product(func: Any, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    return lift(x) + lift(y) * z * value
+    return lift_constants(x) + lift_constants(y) * z * value
 
 
 @register_for(aten.addcdiv)
 def _add_quotient(func: Any, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
-    return lift(x) + lift(y) / z * value
+    return lift_constants(x) + lift_constants(y) / z * value
 
 
 @register_for(aten.lerp)
 def _apply_interpolate(func: Any, x: Any, y: Any, weight: Any) -> Any:
-    return lift(x) + (lift(y) - lift(x)) * weight
+    return lift_constants(x) + (lift_constants(y) - lift_constants(x)) * weight
