@@ -48,7 +48,7 @@ class ModuleCall:
         self.inputs.extend(x for _, x in named_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad)
         for _, x in named_leaves(outputs):
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.grad_fn.metadata[_METADATA_KEY] = self
+                x.grad_fn.metadata[_METADATA_KEY] = self  # type: ignore[index]  # torch's stub takes the property for a method
 
 
 _unreduced_calls: list[ModuleCall] = []  # the first call without gradients, with a shard of the samples, since the last reduced backward

@@ -91,7 +91,7 @@ class ReplicaWatch:
                     self._warn(bucket.names)
         if self._sums and self._pending is None:
             on_device = torch.stack([total.double() for total, _ in self._sums])
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             received = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True).copy_(on_device, non_blocking=True)
             event.record()
             self._pending = received, [bucket for _, bucket in self._sums], event

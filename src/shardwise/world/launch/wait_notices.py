@@ -106,7 +106,7 @@ class CollectiveNotices:
         return ""
 
 
-def await_server(address: str, port: int, rank_and_count: tuple[int, int], cause: str, wait_s: float) -> None:
+def await_server(address: str, port: int, rank: int, num_ranks: int, cause: str, wait_s: float) -> None:
     """Return when something listens at `address`:`port`, after at most `wait_s`; name rank 0 meanwhile, in place of torch's warnings."""
     began, is_reported = time.monotonic(), False
     while time.monotonic() - began < wait_s:
@@ -119,7 +119,7 @@ def await_server(address: str, port: int, rank_and_count: tuple[int, int], cause
         if waited_s > NOTICE_S and not is_reported:
             is_reported = True
             missing = [f"rank 0, which does not answer at {address}:{port}"]
-            print(notice_text(*rank_and_count, waited_s, missing, "", cause), file=sys.stderr, flush=True)
+            print(notice_text(rank, num_ranks, waited_s, missing, "", cause), file=sys.stderr, flush=True)
 
 
 def watch_waits(world: World, connect: Callable[[], Any], endpoint: tuple[str, int], environment: Mapping[str, str]) -> None:
