@@ -40,6 +40,7 @@ from shardwise.cost.devices.compute import RankRates, block_work
 from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
 from shardwise.cost.network.network import RankGroup
 from shardwise.model.work import OperatorWork, operator_work
+from shardwise.world.matmul_backend import PRECISIONS, PRODUCTS, load_or_measure_timings
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,19 @@ def measured(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Clus
     path = tmp_path_factory.mktemp("cache") / "cluster.toml"
     shutil.copyfile(home / ".cache" / "shardwise" / "cluster.toml", path)
     return Cluster.parse(str(path)), path
+
+
+def test_rates_of_other_products_are_of_another_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own setting counts; the one that a launcher gives its ranks is this machine's own."""
+    monkeypatch.delenv(PRODUCTS, raising=False)
+    own = machine_fingerprint(VERSION)
+    chosen = load_or_measure_timings().chosen
+    marks = {}
+    for name in PRECISIONS:
+        monkeypatch.setenv(PRODUCTS, name)
+        marks[name] = machine_fingerprint(VERSION)
+    assert marks[chosen] == own
+    assert len(set(marks.values())) == len(PRECISIONS)
 
 
 def test_this_machine_is_a_cluster(tmp_path: Path) -> None:
