@@ -14,14 +14,11 @@ import torch
 NUM_LOAD_SAMPLES = 10
 
 
-def machine_fingerprint(version: int) -> str:
-    """Return a hash of the machine, the software (torch, the user's own matmul precision) and the benchmark's version."""
-    from shardwise.world.launch.launch import overriding_precision  # here: most uses of this module start no ranks
-
+def machine_fingerprint(version: int, *settings: str) -> str:
+    """Return a hash of the machine and software (processor, cores, memory, GPUs, torch), of the benchmark's version and of `settings`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
-    users = overriding_precision()
-    return hashlib.sha256(repr((*parts, users) if users else parts).encode()).hexdigest()[:16]
+    parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__, *settings)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def num_waiting_processes() -> float:
