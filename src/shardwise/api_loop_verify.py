@@ -33,7 +33,8 @@ from shardwise.run.loop.module import sharded_modules_of
 from shardwise.run.loop.shard_module import shard_module
 from shardwise.run.loop.sharded_tensor import ShardedTensor
 from shardwise.run.verify.verification import Verification
-from shardwise.world.launch.launch import launch
+from shardwise.world.launch.launch import Launcher, engine_modules
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 TOLERANCE = 1e-9
@@ -238,8 +239,10 @@ def verify_loop(script: str, layout: str | None = None, num_ranks: int = 2, step
     file = shlex.split(script)[0] if script.strip() else ""
     if not Path(file).is_file():
         raise UsageError(f"{file or 'an empty text'} is not a file; give --loop a script with a training loop, its arguments in quotes")
-    serial = launch(record_script, 1, script, steps, layout, True, show=False)[0]
-    divided = launch(record_script, num_ranks, script, steps, layout, False, show=False)
+    options = LaunchOptions(show=False)
+    with Launcher(preload=engine_modules(options.device)) as launcher:
+        serial = launcher.launch(record_script, 1, script, steps, layout, True, options=options)[0]
+        divided = launcher.launch(record_script, num_ranks, script, steps, layout, False, options=options)
     limit = TOLERANCE if tolerance is None else tolerance
     worst, first = compare_runs(serial, divided, limit)
     num_steps = len({name.rpartition("step ")[2] for kind, name, _ in serial if kind == "weights"})
