@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardwise.capture.capture import Loss
 from shardwise.capture.modes import Modes
+from shardwise.capture.unsupported_models import refuse_sparse_batch
 from shardwise.errors import Infeasible, ModelError
 from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.kernels.randomness import DrawState
@@ -132,6 +133,8 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
         LayoutError: a choice that can be planned, but not run yet.
         ProgramError: a custom schedule for other links between stages, or one that is proven wrong.
     """
+    if request.world.num_ranks > 1 or not request.returns_outputs:
+        refuse_sparse_batch(request.batch)
     mesh = request.mesh  # before the capture: a world of another size is refused at once
     request, part = _capture(request, tensors)
     plan, world, loss_graph, graph = request.plan, request.world, part.loss_graph, part.loss_graph.graph

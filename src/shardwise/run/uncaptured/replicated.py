@@ -27,7 +27,7 @@ from shardwise.capture.capture import Loss, call_with_loss
 from shardwise.capture.initialization import materialize_module
 from shardwise.capture.modes import in_modes, set_modes, training_modes
 from shardwise.capture.nesting import batch_size_of, count_samples, named_leaves, replace_leaves
-from shardwise.capture.unsupported_models import refuse_hooks
+from shardwise.capture.unsupported_models import refuse_hooks, refuse_sparse_batch
 from shardwise.errors import Infeasible, ModelError, UsageError
 from shardwise.lower.float64_mode import cast_to_float64, compute_in_float64, is_float64
 from shardwise.lower.kernels.randomness import DrawState
@@ -64,6 +64,7 @@ def build_replicated(request: BuildRequest) -> RankModel:
     """
     plan, batch, world = request.plan, request.batch, request.world
     layout, model = plan.layout, request.source.model
+    refuse_sparse_batch(batch)
     set_modes(model, training_modes(model))
     loss = request.source.loss_of(request.loss)
     is_double = _materialize(model, request.source, plan, world)

@@ -25,6 +25,7 @@ from shardwise.capture.modes import in_modes, modes_of
 from shardwise.capture.module_state import changed_attributes, set_state, state_of
 from shardwise.capture.nesting import batch_size_of, named_leaves, replace_leaves
 from shardwise.capture.python_randomness import preserve_python_random_state, python_random_state
+from shardwise.capture.unsupported_models import refuse_sparse_batch
 from shardwise.errors import Infeasible, ModelError
 from shardwise.lower.float64_mode import cast_to_float64, compute_in_float64
 from shardwise.plan.plan import Plan
@@ -72,6 +73,7 @@ def infer_output_specs(plan: Plan, model: nn.Module, batch: Any) -> dict[str, Ou
 
 def _run_trial(plan: Plan, model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> _DataParallelTrial:
     """Run a trial in float64, or in the model's own precision if it does not support float64."""
+    refuse_sparse_batch(batch)
     values, attributes = [(p, p.data) for p in model.parameters()], state_of(model)
     try:
         return _DataParallelTrial(plan, cast_to_float64(model), batch, loss, True).run()
