@@ -180,7 +180,7 @@ def test_a_model_without_images_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="spatial=2 shares images, and no window of this model slides along any of its dimensions"):
         shardwise.plan(model.make, model.batch(2), loss=model.loss, cluster="1xcpu-2", layout="spatial=2")
     line = resolve(f"{MODELS}:unet_line")
-    with pytest.raises(LayoutError, match="height=2 shares images, and no window of this model slides along its height"):
+    with pytest.raises(LayoutError, match="spatial=2x1 shares images, and no window of this model slides along its height"):
         shardwise.plan(line.make, line.batch(4), loss=line.loss, cluster="1xcpu-2", layout="spatial=2x1")
 
 

@@ -2,7 +2,8 @@
 
 In every backward a rank sums its own gradients, bucket by bucket, before they are averaged: an infinity or NaN shows in the sum. In every
 `INTERVAL`-th backward replicas compare the fingerprints of their weights (`run/recovery/fingerprints`). The environment variable
-`SHARDWISE_WATCH=off` switches both off. Not modelled: what differs in buffers, and in weights that are frozen or sharded.
+`SHARDWISE_WATCH=off` switches both off; comparisons of inputs (`run/loop/forward`) stay. Not modelled: what differs in buffers, and in
+weights that are frozen or sharded.
 """
 
 from __future__ import annotations

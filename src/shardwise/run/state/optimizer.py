@@ -323,9 +323,10 @@ class Optimizer:
     def _set_gradients(self) -> None:
         for pairs in self._updated:
             for p, g in pairs:
-                for one in self._segments.get(p) or [_UpdatedSegment(0, "", p)]:
-                    is_skipped = bool(one.name) and one.name in self._skipped
-                    one.tensor.grad = None if is_skipped else g.narrow(0, one.start, one.tensor.numel())
+                if p not in self._segments:
+                    p.grad = g
+                for one in self._segments.get(p, ()):
+                    one.tensor.grad = None if one.name in self._skipped else g.narrow(0, one.start, one.tensor.numel())
 
     def step(self, lr: float | None = None) -> float | None:
         """Clip, update, and (ZeRO-1 and 2) all-gather the parameters. Returns the global gradient norm if clipping is on.

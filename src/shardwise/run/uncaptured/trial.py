@@ -10,6 +10,7 @@ Not modelled: models that are data-parallel on the tried batches and not on othe
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -250,6 +251,10 @@ class _DataParallelTrial:
         except Exception as error:
             if self.in_float64 and self.plan.layout.precision != "float64" and rows == self.batches[0] and not with_gradients:
                 raise _NoFloat64 from error
+            if _raised_in_higher_order(error):
+                raise self._infeasible(
+                    "it calls an operator that runs functions, as torch.cond, which the trial on fewer samples cannot run", "torch.where"
+                ) from error
             if len(rows) == self.num_samples or isinstance(error, ModelError | Infeasible):
                 raise
             message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -302,6 +307,11 @@ class _DataParallelTrial:
         except RuntimeError:  # what autograd cannot do in evaluation, or without sparse gradients, fails in the run itself
             return {}
         return {name: g for name, g in zip(trained, gradients, strict=True) if g is not None and g.layout is torch.strided}
+
+
+def _raised_in_higher_order(error: Exception) -> bool:
+    """Return whether an operator that runs functions (torch.cond, a scan) is on the way to where an error was raised."""
+    return any("_higher_order_ops" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 class _ForeignParameters(TorchFunctionMode):
