@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.optim import optimizer as optimizer_hooks
 from torch.utils import _python_dispatch as python_dispatch
 
 _UNUSED_TAG = (1 << 30) - 1  # a tag that no message has
 _MODULE = torch.nn.Module()
+_OPTIMIZER = SimpleNamespace(**torch.optim.Optimizer.__annotations__)  # the names of its objects' attributes
 # (owner, attribute) of every private name used below, for the test.
 NAMES: tuple[tuple[Any, str], ...] = (
     (c10d.ProcessGroupGloo, "_Options"),
@@ -38,6 +42,10 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (c10d, "_get_default_store"),
     (dist.ProcessGroup, "_get_backend"),
     (dist, "FileStore"),
+    (_OPTIMIZER, "_optimizer_step_pre_hooks"),
+    (_OPTIMIZER, "_optimizer_step_post_hooks"),
+    (optimizer_hooks, "_global_optimizer_pre_hooks"),
+    (optimizer_hooks, "_global_optimizer_post_hooks"),
     (dist, "TCPStore"),
     (torch.autograd.Variable, "_execution_engine"),
     (torch.nn.modules.batchnorm, "_BatchNorm"),
@@ -324,3 +332,20 @@ def fused_attention_backward(
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
     of_q, of_k, of_v = kernel(grad, q, k, v, out, total, None, None, q.shape[-2], k.shape[-2], 0.0, causal, seed, seed[:0], scale=scale)
     return of_q, of_k, of_v
+
+
+@contextmanager
+def without_step_hooks(optimizer: Any) -> Iterator[None]:
+    """Call no hooks of an optimizer's step within a block, as its own hooks were called around it."""
+    tables = (
+        optimizer_hooks._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks, optimizer_hooks._global_optimizer_post_hooks,
+    )  # fmt: skip
+    saved = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)

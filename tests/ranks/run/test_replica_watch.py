@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.errors import RunError, UsageError
+from shardwise.run.gradients.parameter_hooks import register_on_gradient
 from shardwise.run.gradients.replica_watch import INTERVAL, SWITCH
 from shardwise.world.world import World
 
@@ -47,7 +48,7 @@ def change_weight(net: nn.Module, step: int) -> None:
 
 def spoil_gradient(net: nn.Module, step: int) -> None:
     if step == 2:
-        net[2].weight.register_hook(lambda grad: grad * torch.nan)  # type: ignore[index, union-attr]
+        register_on_gradient(net[2].weight, lambda grad: grad * torch.nan)  # type: ignore[index]
 
 
 def watch(world: World) -> list[list[str]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shardwise.run.state.parameters import FlatGroup
 from shardwise.world import private
 from shardwise.world.world import Group, World
 
-INTERVAL = 16  # backwards between comparisons of weights, and calls between comparisons of inputs
+INTERVAL = 32  # backwards between comparisons of weights, and calls between comparisons of inputs
 SWITCH = "SHARDWISE_WATCH"
 
 
@@ -49,7 +50,7 @@ class ReplicaWatch:
         total = group.grad[bucket.start : bucket.stop].sum()
         if total.is_cuda:
             self._sums.append((total, bucket))  # read later, without waiting for the device
-        elif not bool(torch.isfinite(total)):
+        elif not isfinite(total.item()):
             names = [name for name in bucket.names if not bool(torch.isfinite(group.views[name]).all())]
             self._warn(names[:1])
 

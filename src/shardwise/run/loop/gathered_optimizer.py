@@ -49,11 +49,15 @@ def gather_for_steps(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) 
         return
     gathers = {"together": True in answers}
 
-    @wraps(inner)
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return (_step_together if gathers["together"] else _step_each)(self, inner, closure)
+    def step_without_hooks(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def inner_without_hooks(*args: Any) -> Any:
+            with private.without_step_hooks(optimizer):
+                return inner(*args)
 
-    step.gathers = gathers  # type: ignore[attr-defined]
+        return (_step_together if gathers["together"] else _step_each)(optimizer, inner_without_hooks, closure)
+
+    step: Any = wraps(inner)(Optimizer.profile_hook_step(step_without_hooks))  # hooks see one step, of the shards
+    step.gathers = gathers
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
