@@ -7,14 +7,17 @@ nothing else in the process sees them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
+from shardwise.errors import UsageError
 from shardwise.world.guard import NO_TOKEN, TOKEN_VARIABLE
 from shardwise.world.launch.join import join
 from shardwise.world.world import World
@@ -147,11 +150,30 @@ def run_token() -> str:
 
 
 def configure_local_ray() -> None:
-    """Have a Ray that starts here listen on loopback and ask for a token; call it before Ray is imported. A token of the user's stays.
+    """Have a Ray that starts here listen on loopback and ask for a token. A token of the user's stays.
 
     Ray reads the variables when it is imported and when it starts; its other processes inherit them. One of its ports (calls between
     replicas of Ray Serve) listens on all interfaces whatever one sets, so that the token is needed as well.
+
+    Raises:
+        UsageError: Ray has been imported already, and this version of it does not read the variables again.
     """
+    before = dict(os.environ)
     os.environ |= {_LISTENS_BEYOND_LOOPBACK: "0", "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "ray._raylet" in sys.modules and before != os.environ:
+        try:
+            _reread_ray_variables(sys.modules["ray._raylet"], importlib.import_module("ray._private.ray_constants"))
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"ray was imported before shardwise could set {_LISTENS_BEYOND_LOOPBACK}=0 and RAY_AUTH_MODE=token, and this version of it "
+                f"does not read them again ({error}); import it later, or set them, and RAY_AUTH_TOKEN, before Python starts"
+            ) from error
+
+
+def _reread_ray_variables(native: Any, constants: Any) -> None:
+    """Have an imported Ray read its variables again, in the order of its own tests: without it this process would send no token."""
+    native.Config.initialize("")
+    native.AuthenticationTokenLoader.instance().reset_cache()
+    constants.ENABLE_RAY_CLUSTER &= False  # an AttributeError where this version has no such name

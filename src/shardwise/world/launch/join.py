@@ -57,6 +57,7 @@ def join(environment: Mapping[str, str], device: str = "auto") -> World:
     rank_device = pick_device(device, local_rank)
     if num_ranks == 1:
         return World(device=rank_device, generation=generation, threads=torch.get_num_threads())
+    _token_of(env)  # a bad one is refused before anybody is waited for
     if env.get(TRANSPORT) == mpi.MPI:
         mpi.check_started(rank, num_ranks)
         mpi.abort_all_on_exception()
