@@ -90,7 +90,7 @@ def _processor_s(work: Any, world: World) -> float:
 
 def _computes(engine: Engine, inputs: Sequence[Mapping[str, Tensor]]) -> None:
     """The same forwards and backwards, called one after the other on tensors that are there."""
-    executor, variables = engine._executor, engine.rank_model.variables
+    executor, variables = engine.executor, engine.rank_model.variables
     for m in range(MICROBATCHES):
         for number, runner in executor.runners.items():
             received = [
@@ -136,7 +136,7 @@ def beside(case: Case, layout: str, steps: int = 7) -> Beside:
             engine.step(batch, record=True)
             if number >= 0 and engine.timeline is not None:
                 found.append([tuple(span) for span in engine.timeline.spans])
-        executor = engine._executor
+        executor = engine.executor
         return (
             str(engine.rank_model.program),
             found,

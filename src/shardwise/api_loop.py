@@ -122,8 +122,7 @@ def auto_parallelize(
         with trace_without_counters(model):
             chosen = _plan_without_pipeline(model, source, (inputs, most), plan, cluster, world)
             shard_module(model, source, chosen, inputs, world)
-        mesh = chosen.layout.mesh
-        peers = mesh.group(world.rank, *sample_axes(mesh.stage_axes))
+        peers = chosen.layout.mesh.group(world.rank, *sample_axes(chosen.layout.mesh.stage_axes))
         world.name_waits()
         set_data_coordinate(DataParallelCoordinate(peers.index(world.rank), chosen.layout.data, world, peers))
 

@@ -30,9 +30,11 @@ from shardwise.lower.float64_mode import cast_to_float64, compute_in_float64, is
 from shardwise.run.loop import gathered_optimizer
 from shardwise.run.loop.gathered_optimizer import gather_full_tensor
 from shardwise.run.loop.module import sharded_modules_of
+from shardwise.run.loop.shard_module import shard_module
 from shardwise.run.loop.sharded_tensor import ShardedTensor
 from shardwise.run.verify.verification import Verification
-from shardwise.world.launch.launch import launch
+from shardwise.world.launch.launch import Launcher, engine_modules
+from shardwise.world.launch.watch import LaunchOptions
 from shardwise.world.world import World
 
 TOLERANCE = 1e-9
@@ -196,7 +198,7 @@ def _leave_undivided(recorder: LoopRecorder) -> None:
 
 def _divide_in_float64(recorder: LoopRecorder, layout: str | None, world: World) -> None:
     """Let `auto_parallelize` divide by `layout`, or as the script says, in float64."""
-    original, divide = api_loop.auto_parallelize, api_loop.shard_module
+    original, divide, trial = api_loop.auto_parallelize, shard_module, gathered_optimizer.updates_together
 
     def auto_parallelize(model: Any = None, batch: Any = None, **kwargs: Any) -> Any:
         plan = layout if layout is not None else kwargs.get("plan") or f"data={world.num_ranks}"
@@ -207,8 +209,6 @@ def _divide_in_float64(recorder: LoopRecorder, layout: str | None, world: World)
         recorder.models.append(model)
         divide(model, *args)
 
-    trial = gathered_optimizer.updates_together
-
     def try_unrecorded(*args: Any) -> bool | None:
         recorder.is_paused = True
         try:
@@ -216,8 +216,8 @@ def _divide_in_float64(recorder: LoopRecorder, layout: str | None, world: World)
         finally:
             recorder.is_paused = False
 
-    gathered_optimizer.updates_together = try_unrecorded
-    api_loop.shard_module = record_model
+    vars(gathered_optimizer)["updates_together"] = try_unrecorded
+    vars(api_loop)["shard_module"] = record_model
     _replace_names(auto_parallelize=auto_parallelize)
 
 
@@ -239,8 +239,10 @@ def verify_loop(script: str, layout: str | None = None, num_ranks: int = 2, step
     file = shlex.split(script)[0] if script.strip() else ""
     if not Path(file).is_file():
         raise UsageError(f"{file or 'an empty text'} is not a file; give --loop a script with a training loop, its arguments in quotes")
-    serial = launch(record_script, 1, script, steps, layout, True, show=False)[0]
-    divided = launch(record_script, num_ranks, script, steps, layout, False, show=False)
+    options = LaunchOptions(show=False)
+    with Launcher(preload=engine_modules(options.device)) as launcher:
+        serial = launcher.launch(record_script, 1, script, steps, layout, True, options=options)[0]
+        divided = launcher.launch(record_script, num_ranks, script, steps, layout, False, options=options)
     limit = TOLERANCE if tolerance is None else tolerance
     worst, first = compare_runs(serial, divided, limit)
     num_steps = len({name.rpartition("step ")[2] for kind, name, _ in serial if kind == "weights"})
@@ -258,7 +260,7 @@ def compare_runs(serial: Values, by_rank: list[Values], tolerance: float) -> tup
     """
     largest: dict[str, float] = {}
     for kind, _, x in serial:
-        largest[kind] = max(largest.get(kind, 0.0), _magnitude(x))
+        largest[kind] = max(largest.get(kind, 0.0), _largest_magnitude(x))
     worst = dict.fromkeys(largest, 0.0)
     first: str | None = None
     losses = _mean_losses(by_rank)
@@ -269,7 +271,7 @@ def compare_runs(serial: Values, by_rank: list[Values], tolerance: float) -> tup
                 found = f"has {values[i][1]} {list(values[i][2].shape)}" if i < len(values) else "ends"
                 return worst, first or f"{name} {list(x.shape)}, where the divided run {found} (rank {rank})"
             actual = losses[i] if kind == "losses" else values[i][2]
-            scale = max(_magnitude(x), _NEGLIGIBLE * largest[kind], 1e-300)
+            scale = max(_largest_magnitude(x), _NEGLIGIBLE * largest[kind], 1e-300)
             error = float((actual.double() - x.double()).abs().max()) / scale if x.numel() else 0.0
             error = error if error == error else float("inf") if not torch.equal(actual.isnan(), x.isnan()) else 0.0
             worst[kind] = max(worst[kind], error)
@@ -287,5 +289,5 @@ def _mean_losses(by_rank: list[Values]) -> dict[int, Tensor]:
     return {i: torch.stack(xs).double().mean(0) for i, *xs in zip(positions, *rows, strict=False)}
 
 
-def _magnitude(x: Tensor) -> float:
+def _largest_magnitude(x: Tensor) -> float:
     return float(x.double().abs().nan_to_num().max()) if x.numel() else 0.0

@@ -48,7 +48,7 @@ def section_of(name: str, command: Any) -> str:
         lines += [f"| {_flags(p)} | {_cell(p.help)}{_default(p)} |" for p in options]
         lines.append("")
     if examples := re.findall(r"^ *(shardwise .*)$", example, re.M):
-        lines += ["```text", *examples, "```", ""]
+        lines += ["For example:", "", *(f"- `{example}`" for example in examples), ""]
     return "\n".join(lines)
 
 

@@ -97,7 +97,7 @@ def run(case: Case, files: dict[str, str], ranks: int, work: Path) -> tuple[list
     plan = f"{layout} precision=float64" if case.precision == "float64" else layout
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(changed(text, case.lines.get(name, {}), plan=plan) if ranks else text)
+        (folder / name).write_text(changed(text, case.changes_of(name, bool(ranks)), plan=plan))
     for name in case.data:
         made, _, there = name.partition(":")
         (folder / (there or made)).parent.mkdir(parents=True, exist_ok=True)

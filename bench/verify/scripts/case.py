@@ -21,8 +21,10 @@ RANKS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Case:
-    """`path`: of the script in the repository `source` at `commit`; `beside`: files of its folder that it reads. `digest`: of the script's
-    text, by which line numbers hold. `lines`: what changes, by file. `data`: of `data.py`, perhaps with the name of the folder that the
+    """`path`: of the script in the repository `source` at `commit`; `beside`: files of its folder that it reads,
+    with `/` in front those of the repository's root. `digest`: of the script's
+    text, by which line numbers hold. `lines`: what changes, by file. `both`: what changes in the original as well
+    (a device or a number of epochs that the text names). `data`: of `data.py`, perhaps with the name of the folder that the
     script looks for. `standins`: folders of small libraries in the place of others. `layouts`: for 1, 2 and 4 ranks."""
 
     name: str
@@ -41,6 +43,7 @@ class Case:
     changed: str = ""
     note: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    both: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def num_lines(self) -> int:
@@ -50,7 +53,9 @@ class Case:
     @property
     def libraries(self) -> tuple[str, ...]:
         """What the script imports that takes long."""
-        return ("torch", "transformers", "accelerate", "datasets") if self.source.startswith("huggingface/") else ("torch",)
+        if self.source.startswith("huggingface/"):
+            return ("torch", "transformers", "accelerate", "datasets")
+        return ("torch", "lightning.pytorch") if self.source.startswith("Lightning-AI/") else ("torch",)
 
     @property
     def script(self) -> str:
@@ -59,7 +64,12 @@ class Case:
     @property
     def fingerprint(self) -> str:
         """Of all that the case says."""
-        return hashlib.sha256(json.dumps(vars(self), sort_keys=True, default=dict).encode()).hexdigest()[:16]
+        said = {key: value for key, value in vars(self).items() if value or key != "both"}
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=dict).encode()).hexdigest()[:16]
+
+    def changes_of(self, name: str, divided: bool) -> dict[str, str]:
+        """The lines of a file that are replaced in the original, or in the script that divides its model."""
+        return {**self.both.get(name, {}), **(self.lines.get(name, {}) if divided else {})}
 
 
 def cases(path: Path = HERE / "cases.toml") -> dict[str, Case]:
@@ -70,12 +80,14 @@ def cases(path: Path = HERE / "cases.toml") -> dict[str, Case]:
 
 
 def _case(name: str, row: dict[str, Any], commits: Mapping[str, str]) -> Case:
-    lines = row.pop("lines")
     script = row["path"].rpartition("/")[2]
-    if all(isinstance(text, str) for text in lines.values()):
-        lines = {script: lines}
+    lines, both = (
+        {script: change} if all(isinstance(text, str) for text in change.values()) else change
+        for change in (row.pop("lines"), row.pop("both", {}))
+    )
+    both = both if any(both.values()) else {}
     row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return Case(name, commit=commits[row["source"]], lines=lines, **row)
+    return Case(name, commit=commits[row["source"]], lines=lines, both=both, **row)
 
 
 def texts(case: Case, sources: Path | None) -> dict[str, str]:
@@ -85,7 +97,9 @@ def texts(case: Case, sources: Path | None) -> dict[str, str]:
         ValueError: the script is another than the one whose lines the table numbers.
     """
     folder = case.path.rpartition("/")[0]
-    paths = {case.script: case.path} | {name: f"{folder}/{name}".lstrip("/") for name in case.beside}
+    paths = {case.script: case.path}
+    for name in case.beside:
+        paths[name.lstrip("/")] = name.lstrip("/") if name.startswith("/") else f"{folder}/{name}".lstrip("/")
     found = {name: _text(case, path, sources) for name, path in paths.items()}
     digest = hashlib.sha256(found[case.script].encode()).hexdigest()[:16]
     if digest != case.digest:

@@ -23,6 +23,13 @@ def text(folder: Path) -> None:
         (folder / f"{name}.txt").write_text("".join(sentence(draw) + "\n" for _ in range(lines)))
 
 
+def names(folder: Path) -> None:
+    """Words of syllables, one a line."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices(("an", "be", "el", "ma", "ri", "o"), k=draw.randint(2, 4))) for _ in range(400)]
+    (folder / "names.txt").write_text("\n".join(words))
+
+
 def characters(folder: Path) -> None:
     """Tokens of nanoGPT's data folders: two files of uint16."""
     import numpy as np
@@ -66,6 +73,52 @@ def _pictures(folder: Path, count: int, name: str = "{name}/{i}.png", side: int 
         Image.fromarray(pixels).save(path)
 
 
+def drawn_digits(folder: Path) -> None:
+    """Images of ten classes and their classes, in the files that Lightning's MNISTDataModule looks for."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    (folder / "MNIST" / "complete").mkdir(parents=True)
+    for name, count in (("training", 96), ("test", 32)):
+        classes = torch.randint(10, (count,), generator=draw)
+        images = (torch.rand(count, 28, 28, generator=draw) * 20 * (1 + classes[:, None, None])).byte()
+        torch.save((images, classes), folder / "MNIST" / "complete" / f"{name}.pt")
+
+
+def masks(folder: Path) -> None:
+    """Images, and beside them which of their pixels lie in a disc."""
+    import numpy as np
+    from PIL import Image
+
+    draw, (y, x) = np.random.default_rng(0), np.mgrid[0:32, 0:32]
+    for kind in ("imgs", "masks"):
+        (folder / kind).mkdir(parents=True)
+    for i in range(20):
+        inside = (x - draw.integers(8, 24)) ** 2 + (y - draw.integers(8, 24)) ** 2 < draw.integers(20, 90)
+        pixels = (90 * inside[..., None] + draw.normal(80, 20, (32, 32, 3))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "imgs" / f"{i}.png")
+        Image.fromarray(inside.astype(np.uint8) * 255).save(folder / "masks" / f"{i}.png")
+
+
+def citations(folder: Path) -> None:
+    """Papers with words, classes and citations, in the two files of Cora, and the archive that they are downloaded as."""
+    import tarfile
+
+    draw, count = random.Random(0), 120
+    inside = folder / "cora"
+    inside.mkdir(parents=True)
+    rows = []
+    for i in range(count):
+        words = [int(draw.random() < (0.4 if k % 3 == i % 3 else 0.1)) for k in range(24)] + [1]
+        rows.append("\t".join([str(1000 + i), *map(str, words), ("ash", "birch", "cedar")[i % 3]]) + "\n")
+    (inside / "cora.content").write_text("".join(rows))
+    # Each once: of an edge that is there twice the scripts' sparse matrix would have the sum.
+    edges = {(i, j) for i in range(count) for j in draw.sample(range(i % 3, count, 3), 3) if i != j}
+    (inside / "cora.cites").write_text("".join(f"{1000 + i}\t{1000 + j}\n" for i, j in sorted(edges)))
+    with tarfile.open(folder / "cora.tgz", "w:gz") as archive:
+        archive.add(inside, "cora")
+
+
 def waves(folder: Path) -> None:
     """Sine waves, as generate_sine_wave.py makes them, fewer and shorter."""
     import numpy as np
@@ -96,6 +149,19 @@ def pairs(folder: Path) -> None:
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: mrpc\n  data_files:\n  - split: train\n    path: train.json\n"
         "  - split: validation\n    path: validation.json\n---\n"
+    )
+
+
+def preferences(folder: Path) -> None:
+    """Prompts with an answer that is chosen and one that is rejected; a data set of `datasets` with the parts train and test."""
+
+    def row(draw: random.Random, i: int) -> dict[str, Any]:
+        return {"prompt": sentence(draw, 4) + " ", "chosen": sentence(draw, 4), "rejected": sentence(draw, 4)}
+
+    _both(folder, row, 16, 8)
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: train.json\n"
+        "  - split: test\n    path: validation.json\n---\n"
     )
 
 

@@ -63,7 +63,7 @@ def verify(path: Where, as_json: options.Json = False) -> None:
 
 
 @app.command("convert")
-def convert(
+def convert_checkpoint(
     path: Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCE, show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder that is not there yet.", show_default=False)],
     wanted: Annotated[str, typer.Option("--to", metavar="FORMAT", help="shardwise, safetensors, dcp or huggingface.", show_default=False)],

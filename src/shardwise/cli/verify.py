@@ -67,18 +67,12 @@ def verify(  # noqa: PLR0913
     """
     with open_output(as_json) as out:
         if loop is not None:
-            if model is not None or schedule is not None or cut_everything:
-                raise UsageError("--loop has its model, batch and schedule in the script; leave MODEL, --schedule and --cut-everything out")
-            _verify_loop(out, loop, layout, ranks, steps, tolerance)
-            return
-        if model is None:
-            raise UsageError("give a MODEL or a PLAN.toml, or --loop FILE with a training loop")
-        _check_words(device, dtype, model)
+            _refuse_beside_loop(MODEL=model, schedule=schedule, cut_everything=cut_everything)
+            return _verify_loop(out, loop, layout, ranks, steps, tolerance)
+        model = _check_words(device, dtype, model)
         plan = _read_plan_to_verify(model, batch, layout, schedule) if model.endswith(".toml") else None
-        if plan is not None:
-            layouts, batch = [plan.layout], plan.batch_size
-        else:
-            layouts = [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
+        batch = plan.batch_size if plan is not None else batch
+        layouts = [plan.layout] if plan is not None else [_with_schedule(text, schedule) for text in layout or [f"data={ranks or 1}"]]
         _check_ranks(layouts, ranks)
         from shardwise import api  # here: the command starts fast, and says what is wrong with its words before torch is loaded
         from shardwise.zoo.resolve import resolve
@@ -90,16 +84,24 @@ def verify(  # noqa: PLR0913
                 subject, plan or asked, batch, steps=steps, dtype=dtype, tolerance=tolerance, device=device,
                 device_memory=device_memory or 0, cut_everything=cut_everything,
             )  # fmt: skip
-        results = result.layouts or (result,)
-        if len(results) > 1:
+        if len(results := result.layouts or (result,)) > 1:
             _show_all(out, model, results)
         else:
-            _show_result(out, model, results[0])
-            _show_memory(out, results[0], subject, batch, layouts[0])
-        _answer(out, result if len(results) > 1 else results[0], _describe_undivided(layouts, layout is None and plan is None))
-        if not result.ok:
-            out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
-            raise typer.Exit(VerifyError.exit_code)
+            _show_result(out, model, result := results[0])
+            _show_memory(out, result, subject, batch, layouts[0])
+        _write_answer(out, result, _describe_undivided(layouts, layout is None and plan is None))
+        _exit_if_different(out, result)
+
+
+def _exit_if_different(out: CommandOutput, result: Verification) -> None:
+    if not result.ok:
+        out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
+        raise typer.Exit(VerifyError.exit_code)
+
+
+def _refuse_beside_loop(**given: object) -> None:
+    if words := [name if name.isupper() else f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+        raise UsageError(f"--loop has its model, batch and schedule in the script; leave {' and '.join(words)} out")
 
 
 def _verify_loop(out: CommandOutput, script: str, layout: list[str] | None, ranks: int | None, steps: int, tolerance: float | None) -> None:
@@ -115,12 +117,12 @@ def _verify_loop(out: CommandOutput, script: str, layout: list[str] | None, rank
         result = verify_loop(script, layout[0] if layout else None, num_ranks, steps, tolerance)
     _show_result(out, script, result)
     out.answer(result.record())
-    if not result.ok:
-        out.message(f"the parallel run differs from the serial one above the tolerance, first in {result.first_difference}")
-        raise typer.Exit(VerifyError.exit_code)
+    _exit_if_different(out, result)
 
 
-def _check_words(device: str, dtype: str | None, model: str) -> None:
+def _check_words(device: str, dtype: str | None, model: str | None) -> str:
+    if model is None:
+        raise UsageError("give a MODEL or a PLAN.toml, or --loop FILE with a training loop")
     from shardwise.plan.layout_words import refuse_word  # here: the command starts fast
     from shardwise.zoo.listing import check_model_text
 
@@ -131,6 +133,7 @@ def _check_words(device: str, dtype: str | None, model: str) -> None:
         raise UsageError(f"--device {device} is unknown{did_you_mean(device, DEVICES)}; use {', '.join(DEVICES)}")
     if dtype is not None and (reason := refuse_word("precision", dtype)):
         raise UsageError(f"--dtype {dtype}: {reason}")
+    return model
 
 
 def _show_memory(out: CommandOutput, result: Verification, subject: ResolvedModel, batch: int | None, layout: Layout) -> None:
@@ -141,7 +144,7 @@ def _show_memory(out: CommandOutput, result: Verification, subject: ResolvedMode
         out.table(measured_memory_table(result.memory, predicted.memory if predicted else None))
 
 
-def _answer(out: CommandOutput, result: Verification, undivided: str) -> None:
+def _write_answer(out: CommandOutput, result: Verification, undivided: str) -> None:
     """Write the object; `undivided`: the warning that nothing was divided, if so."""
     if undivided:
         out.message(f"warning: {undivided}")

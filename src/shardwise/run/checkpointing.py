@@ -5,6 +5,7 @@ Checkpoints are saved synchronously or in the background (asynchronously).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.run.gradients.error_feedback import ErrorFeedbackState
 from shardwise.run.gradients.parameter_servers import ParameterServers
 from shardwise.run.gradients.stale_updates import StaleUpdates
 from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.publish import Address, publish_weights
 from shardwise.run.recovery.snapshots import RankState
 from shardwise.run.sharded_state import checkpoint_shards, full_state, rank_state
 from shardwise.run.state.optimizer import Optimizer
@@ -42,6 +44,15 @@ class CheckpointMixin:
     _optimizer: Optimizer
     _stale: StaleUpdates | ParameterServers | None
     _residuals: ErrorFeedbackState
+
+    def publish(self, to: Sequence[Address]) -> int:
+        """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
+        self.whole_steps.check()
+        return publish_weights(self.state_shards(), to, self._world_group, self.step_index)
+
+    def refresh_parameter_copies(self) -> None:
+        """Copy weights that were written from outside to the optimizer's own copies, which it has with offload."""
+        self._optimizer.load_parameters()
 
     @cached_property
     def whole_steps(self) -> WholeSteps:

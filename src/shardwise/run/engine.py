@@ -6,7 +6,6 @@ In: a plan, a model, a batch, a loss. Out: losses, gradients, updated parameters
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,6 @@ from shardwise.capture.capture import Loss
 from shardwise.capture.modes import evaluation_modes, in_modes
 from shardwise.capture.nesting import BatchSignature, batch_size_of, count_samples, tensors_of
 from shardwise.errors import Infeasible, UsageError
-from shardwise.model.batch.additive import describe_microbatch_couplings
 from shardwise.model.work import model_flops
 from shardwise.plan.ir.axis import DATA, PIPELINE, sample_axes
 from shardwise.plan.ir.compression import Compression
@@ -33,9 +31,8 @@ from shardwise.run.gradients.error_feedback import ErrorFeedbackState
 from shardwise.run.gradients.gradient_reducer import GradientReducer
 from shardwise.run.gradients.parameter_servers import ParameterServers, ServerState
 from shardwise.run.gradients.stale_updates import StaleUpdates
-from shardwise.run.parts.microbatch_variants import explain_coupled_microbatches
+from shardwise.run.parts.microbatch_variants import explain_coupled_microbatches, warn_of_coupled_microbatches
 from shardwise.run.parts.rows import BatchRows, StageReplica
-from shardwise.run.publish import Address, publish_weights
 from shardwise.run.rank_agreement import check_batch_agrees
 from shardwise.run.rank_model.build import BuildRequest, build_rank_model
 from shardwise.run.rank_model.capture_cache import CaptureCache, Microbatches, by_length, prepare_step_inputs, sequence_length_of
@@ -49,7 +46,7 @@ from shardwise.run.state.optimizer import Optimizer, OptimizerSpec
 from shardwise.run.state.parameters import share_gradient_memory
 from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_precision
 from shardwise.run.step.dispatch import StepCheck, StepResult, mean_loss
-from shardwise.run.step.executor import Executor, RunResult
+from shardwise.run.step.executor import RunResult
 from shardwise.run.step.executors import ExecutorCache
 from shardwise.run.step.resumption import StepResumption
 from shardwise.run.step.stage_resharding import pipeline_group_of
@@ -99,8 +96,7 @@ class Engine(CheckpointMixin):
         source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
         request = BuildRequest(plan, source, batch, loss, world, self.optimizer_spec, torch.initial_seed() if seed is None else seed)
         self.rank_model = build_replicated(request) if plan.uncaptured else build_rank_model(request)
-        if world.rank == 0 and plan.layout.microbatches > 1 and (words := describe_microbatch_couplings(self.rank_model.couplings)):
-            warnings.warn(words, RuntimeWarning, stacklevel=2)
+        warn_of_coupled_microbatches(plan.layout, self.rank_model.couplings, world.rank)
         self.mesh = plan.layout.mesh_of(world.rank)
         sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.stage_axes)))  # ranks with different samples
         self.data_index, self.data_size, self._sample_group = self.mesh.index_along(world.rank, cut), len(sharing), world.group(sharing)
@@ -122,14 +118,13 @@ class Engine(CheckpointMixin):
         self._executors = ExecutorCache(
             self.rank_model, plan, world, self.memory, self.gradients, gathered, host, plan.layout.compile == "on", self.loss_scale
         )
-        self._executor = self._executors.executor_for(plan.microbatch_sizes)
-        self.source = source
+        self.executor = self._executors.executor_for(plan.microbatch_sizes)
         self._captures = CaptureCache(RunnableCapture(BatchSignature.of(batch), self._executors, replicas), source, loss)
         self.build_executors = self._captures.build_executors  # for other captures
         self._optimizer, self._stale = self._build_optimizer(sums)
         self._optimizer.load_parameters()
         self.owner_of = self._optimizer.owner_of
-        self._fingerprints = Fingerprints(self.rank_model.groups, world)
+        self.source, self._fingerprints = source, Fingerprints(self.rank_model.groups, world)
         self._account_for_state()
         world.pace.is_regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -205,15 +200,6 @@ class Engine(CheckpointMixin):
     @step_index.setter
     def step_index(self, value: int) -> None:
         self._counters["step"].fill_(value)
-
-    @property
-    def executor(self) -> Executor:
-        """The executor of the planned batch's program."""
-        return self._executor
-
-    def refresh_parameter_copies(self) -> None:
-        """Copy weights that were written from outside to the optimizer's own copies, which it has with offload."""
-        self._optimizer.load_parameters()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -509,8 +495,3 @@ class Engine(CheckpointMixin):
     def full_input_gradients(self, result: RunResult) -> dict[str, Tensor] | None:
         """Return the gradients of the global batch's floating-point inputs by path on rank 0; None elsewhere."""
         return input_gradients(self.rank_model, self.plan, result, self.mesh.coordinates(self.world.rank), self._world_group)
-
-    def publish(self, to: Sequence[Address]) -> int:
-        """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
-        self.whole_steps.check()
-        return publish_weights(self.state_shards(), to, self._world_group, self.step_index)

@@ -100,12 +100,13 @@ class CheckpointSaver:
             return
         began = time.perf_counter()
         try:
-            with self.world.pace.untimed():
+            with self.world.pace.untimed("save"):
                 pieces, extra = self._state(step)
                 if (writer := self._async_writer(pieces)) is not None:
                     writer.begin(step, pieces, extra)
                 else:
-                    self._write(step, pieces, extra)
+                    with self.world.pace.untimed("synchronous save"):  # lasts longer than the begin of an asynchronous one
+                        self._write(step, pieces, extra)
         except CheckpointError as error:
             self._handle_failure(error)
         now = time.perf_counter()

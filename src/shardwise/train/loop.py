@@ -329,7 +329,7 @@ class TrainingRun:
         done = self.num_done
         self._pending_rows.append((row, result))
         if self._is_due(self.section.evaluate_every, done) or done == self.section.steps:
-            with self.world.pace.untimed():
+            with self.world.pace.untimed("evaluation"):
                 self.eval_loss = self._evaluation.loss(self.display.say)
             if self.eval_loss is not None:
                 row["eval_loss"] = self.eval_loss

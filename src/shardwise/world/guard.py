@@ -32,6 +32,8 @@ MAX_LOCAL_CLIENTS = 256  # at a time, without a token
 BACKLOG = 1024
 ACCEPT_AGAIN_S = 0.05
 _ESTABLISHED = "01"  # in /proc/net/tcp; a connection that its process has closed counts as root's there
+# The kernel's tables of connections, and what comes before an IPv4 address: torch's store connects by IPv6 sockets to IPv4 addresses.
+_CONNECTION_TABLES = {"/proc/net/tcp": "", "/proc/net/tcp6": "0000000000000000FFFF0000"}
 _NONCE, _MAC, _LARGEST = 32, 32, 1 << 16
 _HEAD = struct.Struct("<I")
 
@@ -135,10 +137,11 @@ def is_same_user(client: socket.socket) -> bool:
     (address, port), (own_address, own_port) = client.getpeername()[:2], client.getsockname()[:2]
     ends = [f"{socket.inet_aton(host)[::-1].hex().upper()}:{number:04X}" for host, number in ((address, port), (own_address, own_port))]
     try:
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        tables = [(Path(name).read_text(), prefix) for name, prefix in _CONNECTION_TABLES.items() if Path(name).exists()]
     except OSError:
         return True
-    return any(row[1:4] == [*ends, _ESTABLISHED] and int(row[7]) in (0, os.getuid()) for row in rows)
+    rows = [(line.split(), [*(prefix + end for end in ends), _ESTABLISHED]) for text, prefix in tables for line in text.splitlines()[1:]]
+    return not tables or any(row[1:4] == wanted and int(row[7]) in (0, os.getuid()) for row, wanted in rows)
 
 
 def connect_authenticated(address: str, port: int, token: bytes) -> socket.socket:

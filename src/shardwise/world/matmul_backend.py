@@ -2,10 +2,8 @@
 
 torch passes float32 matmuls to oneDNN if lower precision is allowed (`torch.set_float32_matmul_precision`). A processor without
 low-precision instructions still multiplies in float32 then, on some much faster than torch's default library. So each setting is timed
-against the default and used only if it is worth it and as accurate as float32. Ranks that `shardwise.launch` starts all use the one
-measured
-choice; under torchrun ranks may run on different hosts, so only `SHARDWISE_PRODUCTS` decides there. Not modelled: float64 and bfloat16,
-which
+against the default and used only if it is worth it and as accurate as float32. All ranks use one choice: that of the launcher, or of rank
+0 where torchrun, mpirun or srun started ranks on equal processors (`world/launch/rank_settings`). Not modelled: float64 and bfloat16, which
 the setting does not affect, and shapes other than a transformer's.
 """
 

@@ -385,13 +385,14 @@ def process_state(pid: int) -> str:
 
 LIMIT_IN_STEPS = 10.0
 LEAST, KEPT = 3, 50
+LEAST_PHASE_LIMIT_S = 120.0  # a file system may stall for so long
 
 
 class StepPace:
     """The time limits of one rank's steps, which it announces to the launcher through its recorder.
 
-    A step may last ten times the median of the last ones; before three steps, while a model is captured or compiled (`is_regular` is
-    False), and in other work of unknown duration (evaluation, a checkpoint), no limit is announced.
+    A step may last ten times the median of the last ones, an evaluation or a save ten times the longest of its kind, at least two minutes.
+    Before three of a kind, while a model is captured or compiled (`is_regular` is False), and in other work no limit is announced.
 
     >>> pace = StepPace(CollectiveRecorder())
     >>> [pace.next_limit_s(s) for s in (0.5, 0.1, 0.1, 0.1)]
@@ -402,7 +403,8 @@ class StepPace:
         self._recorder, self.is_regular = recorder, True
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._limit_s, self._includes_gaps = inf, False
-        self._num_untimed_blocks = 0  # number of enclosing `untimed` contexts
+        self._phase_limits_s: list[float] = []  # of the enclosing `untimed` contexts
+        self._phases: dict[str, tuple[int, float]] = {}  # by kind: number, and the longest in seconds
 
     def next_limit_s(self, seconds: float) -> float:
         """Return the time limit of the next step in seconds, after one of `seconds`."""
@@ -425,18 +427,21 @@ class StepPace:
         self._includes_gaps = True
 
     @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Context of work of unknown duration; may be nested."""
-        self._recorder.announce_limit(inf)
-        self._num_untimed_blocks += 1
+    def untimed(self, kind: str = "") -> Iterator[None]:
+        """Context of work that is not a step; may be nested. Work of a `kind` is limited by the earlier ones of its kind."""
+        times, longest_s = self._phases.get(kind, (0, 0.0))
+        self._phase_limits_s.append(inf if not kind or times < LEAST else max(LIMIT_IN_STEPS * longest_s, LEAST_PHASE_LIMIT_S))
+        self._recorder.announce_limit(max(self._phase_limits_s))
+        began = time.monotonic()
         try:
             yield
+            self._phases[kind] = times + 1, max(longest_s, time.monotonic() - began)
         finally:
-            self._num_untimed_blocks -= 1
+            self._phase_limits_s.pop()
         self._announce_gap()
 
     def _announce_gap(self) -> None:
         self._announce(self._limit_s if self._includes_gaps else inf)
 
     def _announce(self, seconds: float) -> None:
-        self._recorder.announce_limit(inf if self._num_untimed_blocks else seconds)
+        self._recorder.announce_limit(max(self._phase_limits_s, default=seconds))

@@ -12,7 +12,7 @@ from math import inf
 import pytest
 
 from shardwise.world.launch.hangs import STOPPED_S, HangWatch, Limits
-from shardwise.world.recorder import CollectiveRecord, CollectiveRecorder, RankStatus, StepPace
+from shardwise.world.recorder import LEAST_PHASE_LIMIT_S, CollectiveRecord, CollectiveRecorder, RankStatus, StepPace
 
 SUM = CollectiveRecord(0, 5, "0,1", "all_reduce", "float32", (7,), 28, -1, 0, 1.0, 0.0, "", 5)
 PIDS = [1 << 30, 1 << 30]  # no processes
@@ -103,3 +103,27 @@ def test_a_pace_announces_steps_and_nothing_that_takes_long() -> None:
             pass
         assert set(said) == {inf}
     assert said[-1] < 1.0
+
+
+def test_an_evaluation_is_limited_by_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, clock = CollectiveRecorder(), [0.0]
+    said: list[float] = []
+    recorder.announce_limit = said.append  # type: ignore[method-assign]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    pace = StepPace(recorder)
+    for seconds in (20.0, 30.0, 0.5):
+        with pace.untimed("evaluation"):
+            assert said[-1] == inf  # its duration is not known yet
+            clock[0] += seconds
+    with pace.untimed("evaluation"):
+        assert said[-1] == 300.0
+        with pace.untimed():  # a capture
+            assert said[-1] == inf
+        assert said[-1] == 300.0
+        with pace.untimed("save"):
+            assert said[-1] == inf
+    for _ in range(3):
+        with pace.untimed("save"):
+            pass
+    with pace.untimed("save"):
+        assert said[-1] == LEAST_PHASE_LIMIT_S

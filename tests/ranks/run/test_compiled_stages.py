@@ -69,7 +69,7 @@ def test_pieces_of_sequences_and_images_go_with_it(monkeypatch: pytest.MonkeyPat
 def runs(world: World) -> list[str]:
     engine = shardwise.parallelize(Net, data(), plan="data=2", seed=0, compile=True, world=world)
     assert engine.plan.layout.compile == "on"
-    return [type(one).__name__ for one in engine._executor.runners[0].module.children()]  # type: ignore[attr-defined]
+    return [type(one).__name__ for one in engine.executor.runners[0].module.children()]  # type: ignore[attr-defined]
 
 
 def test_what_is_compiled_is_what_stands_between_shardwise_s_own_kernels(ranks: Any) -> None:

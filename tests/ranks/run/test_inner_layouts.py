@@ -99,10 +99,10 @@ def _counted(world: World, name: str, layout: str) -> tuple[int, int]:
 
     engine._world_group.isend = counting  # type: ignore[method-assign]
     engine._executors.executor_cache.entries.clear()
-    engine._executor = engine._executors.executor_for(plan.microbatch_sizes)
+    engine.executor = engine._executors.executor_for(plan.microbatch_sizes)
     engine.forward_backward(subject.batch)
     tensors, own = engine.rank_model.graph.tensors, engine.plan.layout
-    crossings = engine._executor.crossings
+    crossings = engine.executor.crossings
     want = sum(
         tensors[c.value].size * c.dtype.itemsize * (1 + c.has_gradient) * own.microbatches
         for (a, b), those in crossings.items()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad
 from torch.nn import functional as F
 
 import shardwise
@@ -128,6 +129,17 @@ def measure_forces(divide: Divide, data: Batches) -> list[Any]:
     return [shown(net, data)]
 
 
+def train_by_imported_grad(divide: Divide, data: Batches) -> list[Any]:
+    """A step by `grad`, a name that was imported before the division, by parameters of a layer in front."""
+    stem, net = nn.Linear(6, 6).double(), divide(mlp(16, 3).requires_grad_(False))
+    for x, y in data:
+        gradients = grad(F.cross_entropy(net(stem(x)), y), list(stem.parameters()))
+        with torch.no_grad():
+            for p, gradient in zip(stem.parameters(), gradients, strict=True):
+                p -= 0.5 * gradient
+    return [stem.weight, stem.bias]
+
+
 def shown(net: nn.Module, data: Batches) -> Tensor:
     """The model's outputs for fixed samples that every rank has."""
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
@@ -135,7 +147,7 @@ def shown(net: nn.Module, data: Batches) -> Tensor:
         return net(x)
 
 
-SCRIPTS = (train_around, train_r1_behind_a_stem, train_adversarially, train_wgan_gp, train_prompts, measure_forces)
+SCRIPTS = (train_around, train_r1_behind_a_stem, train_adversarially, train_wgan_gp, train_prompts, measure_forces, train_by_imported_grad)
 
 
 def run_script(script: Callable[[Divide, Batches], list[Any]], divide: Divide, data: Batches) -> list[Tensor]:

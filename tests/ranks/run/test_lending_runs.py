@@ -109,7 +109,7 @@ def _failing(world: World) -> None:
     x = torch.zeros(64, 96, dtype=torch.float64)
     engine = Engine(_plan("pipeline=2 microbatches=4 schedule=sequential lend=on"), Deep, (x,), None, world, seed=3)
     own = torch.get_num_threads()
-    engine._executor.runners[world.rank].backward = None  # type: ignore[method-assign]
+    engine.executor.runners[world.rank].backward = None  # type: ignore[method-assign]
     try:
         engine.step((x,))
     finally:

@@ -46,7 +46,7 @@ def _run(world: World, word: str) -> tuple[int, float]:
     plan = subject.plan(Layout.parse(f"recompute={word}"))
     engine = Engine(plan, subject.source, subject.batch, subject.loss, world, seed=0)
     engine.forward_backward(subject.batch)
-    modules = [m for runner in engine._executor.runners.values() for m in runner.local.module.modules()]
+    modules = [m for runner in engine.executor.runners.values() for m in runner.local.module.modules()]
     peak = engine.peak_memory()
     return sum(isinstance(m, RecomputedModule) for m in modules), 0.0 if peak is None else peak.total
 

@@ -42,7 +42,7 @@ def _run(world: World, name: str, words: str) -> tuple[list[int], float]:
     subject = of(name)
     engine = Engine(subject.plan(Layout.parse(words)), subject.source, subject.batch, subject.loss, world, seed=0)
     engine.forward_backward(subject.batch)
-    modules = [m for runner in engine._executor.runners.values() for m in runner.local.module.modules()]
+    modules = [m for runner in engine.executor.runners.values() for m in runner.local.module.modules()]
     peak = engine.peak_memory()
     assert peak is not None
     return [len(list(m.inner.graph.nodes)) for m in modules if isinstance(m, RecomputedModule)], peak.activations

@@ -80,7 +80,7 @@ def kept_between(world: World, small_bytes: int) -> dict[str, list[float]]:
                         running[-1].sends.popleft().wait()
                     found.append(engine.memory.current().activations / UNIT)
 
-            engine._executor.on_action = look
+            engine.executor.on_action = look
             engine.step((x,))
     return kept
 

@@ -208,3 +208,17 @@ def test_the_command_line_tells_all(plan_file: Path, capfd: pytest.CaptureFixtur
     shown = capfd.readouterr()
     assert "tensor divides 0 % of the parameters, 0 % of the FLOPs" in shown.out
     assert "--cut-everything" in shown.err
+
+
+def test_without_a_layout_nothing_is_divided_and_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, why in (([], "no layout was given"), (["--layout", "data=1"], "the layout has one rank")):
+        assert run(["verify", "gpt-tiny", "--steps", "1", "--json", *words]) == 0
+        shown = capfd.readouterr()
+        warnings = [text for text in json.loads(shown.out)["warnings"] if "nothing was divided" in text]
+        assert len(warnings) == 1
+        assert warnings[0].startswith(why)
+        assert f"warning: {warnings[0]}" in shown.err
+    assert run(["verify", "gpt-tiny", "--layout", "data=2", "--steps", "1", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert not [text for text in json.loads(shown.out)["warnings"] if "divided" in text]
+    assert "nothing was divided" not in shown.err

@@ -258,7 +258,7 @@ def _peaks(world: World, schedules: list[str]) -> list[tuple[str, float, float]]
         inputs = engine._local_inputs((x,))
         engine.gradients.start()
         with Live() as live:
-            engine._executor.run(inputs)
+            engine.executor.run(inputs)
         engine.gradients.finish()
         engine.gradients.wait()
         found.append((schedule, float(live.most), peak_memory(program, size_bytes)[world.rank].size_bytes))

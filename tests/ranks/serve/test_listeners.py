@@ -116,6 +116,15 @@ def test_another_user_of_the_host_is_no_client_without_a_token(monkeypatch: pyte
         assert takes(receiver, 1)
 
 
+def test_a_client_with_an_ipv6_socket_to_an_ipv4_address_is_this_user() -> None:
+    """As torch's store has: the kernel lists it in another table. Only the listener's end is of the other one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET6) as near:
+        near.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
+        far, _ = listener.accept()
+        with far:
+            assert guard.is_same_user(far)
+
+
 def _with_user(row: str, before: int, after: int) -> str:
     words = row.split()
     return " ".join([*words[:7], str(after) if words[7:8] == [str(before)] else words[7], *words[8:]]) if len(words) > 8 else row

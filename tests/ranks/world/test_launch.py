@@ -510,7 +510,8 @@ def waits(world: World, folder: str) -> str:
 
 def start_launcher(folder: Path, grace_s: float = 0.0, forked: bool = True) -> tuple[subprocess.Popen[bytes], set[int]]:
     """A process that launches two waiting ranks, and the ranks with the prepared process."""
-    code = f"{IMPORT}\nt.long_launch({str(folder)!r}, {grace_s}, {forked})\n"
+    heeds = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # which tests under nohup inherit ignored
+    code = f"{heeds}\n{IMPORT}\nt.long_launch({str(folder)!r}, {grace_s}, {forked})\n"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
     until = time.monotonic() + 60
     while not all((folder / f"pid-{rank}").exists() and (folder / f"pid-{rank}").read_text() for rank in (0, 1)):

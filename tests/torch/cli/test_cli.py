@@ -88,7 +88,7 @@ def test_what_else_prints_goes_to_standard_error(tmp_path: Path, plan_file: Path
         "print('after')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == '{"x": null}\nafter\n'
+    assert done.stdout == '{"version": 1, "x": null}\nafter\n'
     assert "from python" in done.stderr
     assert "from a child" in done.stderr
 

@@ -24,7 +24,7 @@ from shardwise.cluster.doctor import check_machine, check_writable
 from shardwise.cluster.probe import cache, measure, probe, sampling
 from shardwise.cluster.probe.cache import BUSY_S, SETTLED_S, VERSION
 from shardwise.cluster.probe.machine import machine_fingerprint
-from shardwise.cluster.probe.measure import BUSY_NOTE, MESSAGE_RANKS
+from shardwise.cluster.probe.measure import BUSY_NOTE, MESSAGE_RANKS, fingerprint_rates
 from shardwise.cluster.probe.operators import ProbeLayers, operator_cases
 from shardwise.cluster.probe.rank import measure_alone, measure_pace, measure_rank
 from shardwise.cluster.probe.sampling import (
@@ -40,6 +40,7 @@ from shardwise.cost.devices.compute import RankRates, block_work
 from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
 from shardwise.cost.network.network import RankGroup
 from shardwise.model.work import OperatorWork, operator_work
+from shardwise.world.matmul_backend import PRECISIONS, PRODUCTS, load_or_measure_timings
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,19 @@ def measured(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Clus
     path = tmp_path_factory.mktemp("cache") / "cluster.toml"
     shutil.copyfile(home / ".cache" / "shardwise" / "cluster.toml", path)
     return Cluster.parse(str(path)), path
+
+
+def test_rates_of_other_products_are_of_another_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own setting counts; the one that a launcher gives its ranks is this machine's own."""
+    monkeypatch.delenv(PRODUCTS, raising=False)
+    own = fingerprint_rates(VERSION)
+    chosen = load_or_measure_timings().chosen
+    marks = {}
+    for name in PRECISIONS:
+        monkeypatch.setenv(PRODUCTS, name)
+        marks[name] = fingerprint_rates(VERSION)
+    assert marks[chosen] == own
+    assert len(set(marks.values())) == len(PRECISIONS)
 
 
 def test_this_machine_is_a_cluster(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import shardwise
 NAMES = {
     "Cluster", "Engine", "Layout", "Microbatches", "Plan", "Timeline", "Verification", "accumulate", "auto_parallelize", "comm_hook",
     "compare", "decoder", "errors", "estimate", "explain", "full_state_dict", "gather", "is_main", "launch", "load", "num_ranks",
-    "parallelize", "plan", "print", "rank", "reduce", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
+    "parallelize", "plan", "print", "prove", "rank", "reduce", "report", "save", "scaling", "shard", "simulate", "verify", "whatif",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise.cli import run
+from shardwise.cli.output import JSON_VERSION
 from shardwise.errors import Infeasible, UsageError
 from shardwise.plan.plan_file import write_plan
 
@@ -69,6 +70,7 @@ def test_a_verb_says_in_python_what_it_says_on_the_command_line(
     there = json.loads(capfd.readouterr().out)
     answer = call(plan)  # type: ignore[operator]
     here = json.loads(json.dumps(answer.record))
+    assert there.pop("version") == JSON_VERSION
     for record in (here, there):
         record.pop("plan", None)  # the file's name
         record.pop("planning_time_s", None)  # of the search, which the file does not have

@@ -61,7 +61,7 @@ def test_a_tensor_on_another_device_stops_the_step() -> None:
     """The twin: one constant that stays on the host."""
     model = resolve("gpt-tiny", 4)
     engine = shardwise.parallelize(model, 4, plan="data=1", world=World(device=torch.device("meta")), seed=0)
-    runner = engine._executor.runners[0]
+    runner = engine.executor.runners[0]
     at = next(i for i, x in enumerate(runner._args) if x is not None and x.dim() == 2)
     runner._args[at] = torch.zeros(runner._args[at].shape)  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="device"):

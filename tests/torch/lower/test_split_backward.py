@@ -150,7 +150,7 @@ def test_gradients_are_those_of_one_backward(make: Any, batch: Any, late: set[st
     engine = _engine(make, given_batch, order=order, recompute=recompute)
     engine.forward_backward(given_batch)
     _equal(engine.full_gradients() or {}, _gradients(make, given_batch))
-    (runner,) = engine._executor.runners.values()
+    (runner,) = engine.executor.runners.values()
     assert runner.delayed_gradients is not None
     assert late <= runner.delayed_gradients.names
 
@@ -200,7 +200,7 @@ def test_work_of_the_two_parts(widths: list[int], deep: int) -> None:
     x = torch.randn(N, *([3] * deep), widths[0])
     engine = _engine(lambda: Deep(widths), (x,), microbatches=1)
     flops: dict[str, int] = {}
-    executor, counter = engine._executor, FlopCounterMode(display=False)
+    executor, counter = engine.executor, FlopCounterMode(display=False)
 
     def seen(action: Any, held: list[object]) -> None:
         flops[action.op.value] = counter.get_total_flops() - sum(flops.values())
@@ -255,7 +255,7 @@ def test_notes_are_gone_after_the_step() -> None:
     x = torch.randn(N, 6)
     engine = _engine(lambda: Deep([6, 8, 4]), (x,))
     engine.forward_backward((x,))
-    (runner,) = engine._executor.runners.values()
+    (runner,) = engine.executor.runners.values()
     assert runner.delayed_gradients is not None
     assert not runner.delayed_gradients.notes
 
@@ -274,7 +274,7 @@ def test_weights_that_move_are_not_late() -> None:
     x = torch.randn(N, 6)
     engine = _engine(Computed, (x,))
     engine.forward_backward((x,))
-    (runner,) = engine._executor.runners.values()
+    (runner,) = engine.executor.runners.values()
     assert runner.delayed_gradients is not None
     assert not runner.delayed_gradients.names
     _equal(engine.full_gradients() or {}, _gradients(Computed, (x,)))

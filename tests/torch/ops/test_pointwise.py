@@ -40,7 +40,7 @@ class Net(nn.Module):
 def test_what_runs_as_one_product(how: dict[str, Any], size: tuple[int, ...], product: bool) -> None:
     make, x = lambda: Net(256, 256, 1, **how), torch.randn(*size)
     engine = shardwise.parallelize(make, batch=(x,), plan="data=1 precision=float64", optimizer={"name": "sgd", "lr": 0.1}, seed=0)
-    (runner,) = engine._executor.runners.values()
+    (runner,) = engine.executor.runners.values()
     module: Any = runner.local.module
     targets = {str(node.target) for node in module.graph.nodes}
     assert ("aten.linear.default" in targets, "aten.conv2d.default" in targets) == (product, not product)

@@ -46,7 +46,7 @@ def _engine(layout: str, model: Any, batch: Any, loss: Any = None) -> Any:
 
 
 def _module(engine: Any) -> fx.GraphModule:
-    (runner,) = engine._executor.runners.values()
+    (runner,) = engine.executor.runners.values()
     return runner.local.module
 
 

@@ -204,7 +204,7 @@ def test_each_layer_does_what_was_asked_of_it(accounts: Accounts) -> None:
     )
     for engine in (every, two, mixed):
         engine.step(BATCH)
-    modules = [type(m).__name__ for runner in mixed._executor.runners.values() for m in runner.local.module.children()]
+    modules = [type(m).__name__ for runner in mixed.executor.runners.values() for m in runner.local.module.children()]
     assert [name for name in modules if name in ("OffloadedLayer", "RecomputedModule")] == [
         "OffloadedLayer",
         "OffloadedLayer",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from shardwise.cluster.catalogue import dump, parse_cluster
 from shardwise.cluster.cluster import Cluster
-from shardwise.cluster.probe.machine import machine_fingerprint, num_cores, num_waiting_processes
-from shardwise.cluster.probe.measure import BUSY_NOTE, measure_here
+from shardwise.cluster.probe.machine import num_cores, num_waiting_processes
+from shardwise.cluster.probe.measure import BUSY_NOTE, fingerprint_rates, measure_here
 from shardwise.cluster.probe.operators import PULSE
 from shardwise.cluster.probe.rank import measure_pace
 from shardwise.errors import ConfigError
@@ -38,7 +38,7 @@ def probe(quick: bool = True, *, fresh: bool = False, path: Path | None = None) 
     'cpu'
     """
     path = path or cache_path()
-    mark = machine_fingerprint(VERSION)
+    mark = fingerprint_rates(VERSION)
     if not fresh and (stored := _usable_result(path, mark)) is not None:
         return stored
     with _exclusive_lock(path):

@@ -14,10 +14,10 @@ import torch
 NUM_LOAD_SAMPLES = 10
 
 
-def machine_fingerprint(version: int) -> str:
-    """Return a hash of the machine and software (processor, cores, memory, GPUs, torch) and of the benchmark's version."""
+def machine_fingerprint(version: int, *settings: str) -> str:
+    """Return a hash of the machine and software (processor, cores, memory, GPUs, torch), of the benchmark's version and of `settings`."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__)
+    parts = (version, cpu_model(), num_cores(), memory_bytes() >> 28, gpus, torch.__version__, *settings)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -22,7 +22,7 @@ from shardwise.cluster.cluster import (
     NetworkLink,
     Speed,
 )
-from shardwise.cluster.probe.machine import cpu_model, memory_bytes, num_cores, num_waiting_processes
+from shardwise.cluster.probe.machine import cpu_model, machine_fingerprint, memory_bytes, num_cores, num_waiting_processes
 from shardwise.cluster.probe.operators import CHANNELS, NARROW, SAMPLES, TAPS, WIDE, flops_per_weight_byte
 from shardwise.cluster.probe.rank import measure_alone, measure_rank
 from shardwise.cluster.probe.transfers import measure_messages
@@ -31,6 +31,14 @@ BUSY_NOTE = "while the machine was busy"
 MIN_CORE_SHARE = 0.85  # minimum share of its cores that a rank gets while it multiplies; below it the machine was busy
 MESSAGE_RANKS = (2, 4)
 NOISE = 0.1  # fraction of a figure below which the remainder after subtracting another is noise
+
+
+def fingerprint_rates(version: int) -> str:
+    """Return the fingerprint of what is measured here: of the machine, and of the user's own matmul precision."""
+    from shardwise.world.launch.launch import overriding_precision  # here: measuring GPUs starts no ranks
+
+    users = overriding_precision()
+    return machine_fingerprint(version, users) if users else machine_fingerprint(version)
 
 
 def measure_here(mark: str, quick: bool) -> Cluster:

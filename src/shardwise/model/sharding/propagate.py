@@ -292,7 +292,7 @@ class _ShardingBuilder:
             tuple(op.site for op in graph.operators if graph.rules[op.name] is None and not writes_buffer(op, graph.state)),
             self.shards,
             self.regions,
-            attention,
+            attention=attention,
         )
 
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.run.checkpoint.folder import read_manifest
@@ -91,7 +93,7 @@ def convert_checkpoint(source: Path, target: Path, wanted: str, max_bytes: float
         elif wanted == "dcp":
             keys = [key for key in keys if key[0] in ("parameter", "buffer", "optimizer")]
             target.mkdir(parents=True, exist_ok=True)
-            dcp.save({_dcp_name(key): tensors.read(key) for key in keys}, checkpoint_id=str(target), no_dist=True)
+            save_dcp({_dcp_name(key): tensors.read(key) for key in keys}, checkpoint_id=str(target), no_dist=True)
         else:
             keys = [key for key in keys if key[0] in ("parameter", "buffer")]
             _write_safetensors(target, keys, tensors, max_bytes)
@@ -115,13 +117,13 @@ def _open_source(path: Path, found: str, stack: ExitStack) -> TensorSource:
 
 def _open_dcp(path: Path) -> TensorSource:
     """Read all tensors of a torch.distributed.checkpoint; values that are no tensors are left out."""
-    described = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    described = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     state: dict[str, Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in described.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    load_dcp(state, checkpoint_id=str(path), no_dist=True)
     prefix = MODEL if any(name.startswith(MODEL) for name in state) else ""
     tensors: dict[Key, Tensor] = {}
     for name, tensor in state.items():

@@ -5,16 +5,18 @@ alone; with the whole batch it is complete on every rank, up to rounding. Both a
 ranks update alike. A backward finds the outside parameters by the autograd graph between the loss, the outputs of divided modules and
 their inputs, whose insides it does not visit.
 
-Not modelled: `torch.autograd.grad` by a name that the script imported before the first division (`from torch.autograd import grad`) and by
-outside parameters, with shards of the samples: it gives this rank's gradient.
+Not modelled: `torch.autograd.grad` by outside parameters, with shards of the samples, through a reference that no module has by a name of
+its own (a `functools.partial` of it that was made before the first division): it gives this rank's gradient.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,15 +45,37 @@ class ModuleCall:
         if self.world.num_ranks == 1:
             return
         if not torch.is_grad_enabled():
-            _unreduced_calls.extend([self] if self.num_local_samples and not _unreduced_calls else [])
+            patch_autograd().note_unreduced(self)
             return
         self.inputs.extend(x for _, x in named_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad)
         for _, x in named_leaves(outputs):
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.grad_fn.metadata[_METADATA_KEY] = self
+                x.grad_fn.metadata[_METADATA_KEY] = self  # type: ignore[index]  # torch's stub takes the property for a method
 
 
-_unreduced_calls: list[ModuleCall] = []  # the first call without gradients, with a shard of the samples, since the last reduced backward
+@dataclass
+class AutogradPatch:
+    """State of the patch of `torch.autograd`. `unreduced_call`: the first call without gradients, with a shard of the samples, since the
+    last reduced backward."""
+
+    unreduced_call: ModuleCall | None = None
+
+    def note_unreduced(self, call: ModuleCall) -> None:
+        """Note a call without gradients."""
+        if self.unreduced_call is None and call.num_local_samples:
+            self.unreduced_call = call
+
+    def warn_unreduced(self, parameters: Sequence[Tensor]) -> None:
+        """Warn once that parameters train on this rank's samples alone, since no divided module is in their graph."""
+        if self.unreduced_call is None or not parameters:
+            return
+        samples, self.unreduced_call = self.unreduced_call.num_local_samples, None
+        warnings.warn(
+            f"a loss trains {len(parameters)} parameters (the first is {list(parameters[0].shape)}) outside of divided modules, after a "
+            f"divided module computed without gradients on this rank's {samples} samples: their gradients are not averaged over ranks. "
+            "Divide the module that holds them, call the divided module with gradients, or give every rank the whole batch",
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True)
@@ -127,18 +151,18 @@ def trace_outside_graph(tensors: Iterable[Tensor]) -> OutsideGraph:
 
 
 @cache
-def patch_autograd() -> None:
+def patch_autograd() -> AutogradPatch:
     """Patch `torch.autograd.backward` and `torch.autograd.grad`, which `Tensor.backward` and penalties call, to average over ranks."""
-    backward, grad = torch.autograd.backward, torch.autograd.grad
+    patch, backward, grad = AutogradPatch(), torch.autograd.backward, torch.autograd.grad
 
     @wraps(backward)
     def backward_and_average(tensors: Any, *args: Any, **kwargs: Any) -> None:
         outside = trace_outside_graph(tensors_in(tensors))
         parameters = outside.parameters
         if not outside.calls:
-            _warn_unreduced(parameters)
+            patch.warn_unreduced(parameters)
             return backward(tensors, *args, **kwargs)
-        _unreduced_calls.clear()
+        patch.unreduced_call = None
         outside.check_leaves()
         if (inputs := kwargs.get("inputs")) is not None:
             wanted = {id(x) for x in tensors_in(inputs)}
@@ -170,6 +194,18 @@ def patch_autograd() -> None:
 
     torch.autograd.backward = backward_and_average
     torch.autograd.grad = grad_and_average
+    _replace_imported_names({backward: backward_and_average, grad: grad_and_average})
+    return patch
+
+
+def _replace_imported_names(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Replace functions in modules that imported them by name (`from torch.autograd import grad`), other than torch's and ours."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "shardwise"):
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if type(value) is FunctionType and value in replaced:
+                setattr(module, key, replaced[value])
 
 
 def _average_gradients(parameters: Sequence[Tensor], share: float, world: World) -> None:
@@ -208,16 +244,3 @@ def _average_tensors(tensors: Sequence[Tensor], share: float, world: World) -> N
         group.all_reduce(flat)
         for x, average in zip(reals, torch.split(flat, [x.numel() for x in reals]), strict=True):
             x.copy_(average.view(x.shape))
-
-
-def _warn_unreduced(parameters: Sequence[Tensor]) -> None:
-    """Warn once that parameters train on this rank's samples alone, since no divided module is in their graph."""
-    if _unreduced_calls and parameters:
-        samples = _unreduced_calls[0].num_local_samples
-        _unreduced_calls.clear()
-        warnings.warn(
-            f"a loss trains {len(parameters)} parameters (the first is {list(parameters[0].shape)}) outside of divided modules, after a "
-            f"divided module computed without gradients on this rank's {samples} samples: their gradients are not averaged over ranks. "
-            "Divide the module that holds them, call the divided module with gradients, or give every rank the whole batch",
-            stacklevel=3,
-        )

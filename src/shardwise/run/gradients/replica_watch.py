@@ -2,7 +2,8 @@
 
 In every backward a rank sums its own gradients, bucket by bucket, before they are averaged: an infinity or NaN shows in the sum. In every
 `INTERVAL`-th backward replicas compare the fingerprints of their weights (`run/recovery/fingerprints`). The environment variable
-`SHARDWISE_WATCH=off` switches both off. Not modelled: what differs in buffers, and in weights that are frozen or sharded.
+`SHARDWISE_WATCH=off` switches both off; comparisons of inputs (`run/loop/forward`) stay. Not modelled: what differs in buffers, and in
+weights that are frozen or sharded.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class ReplicaWatch:
                     self._warn(bucket.names)
         if self._sums and self._pending is None:
             on_device = torch.stack([total.double() for total, _ in self._sums])
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             received = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True).copy_(on_device, non_blocking=True)
             event.record()
             self._pending = received, [bucket for _, bucket in self._sums], event

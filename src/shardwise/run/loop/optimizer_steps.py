@@ -21,7 +21,7 @@ class OptimizerSteps:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._is_concerned: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._is_concerned: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()  # with its groups' number
         self._running: weakref.ref[Optimizer] | None = None
         this = weakref.ref(self)
 
@@ -47,11 +47,12 @@ class OptimizerSteps:
         )
 
     def _updates_module(self, optimizer: Optimizer) -> bool:
-        known = self._is_concerned.get(optimizer)
-        if known is None:
+        num_groups, known = self._is_concerned.get(optimizer, (-1, False))
+        if num_groups != len(optimizer.param_groups):  # a loop may add parameters later (add_param_group)
             module = self._module()
             own = {id(p) for p in module.parameters()} if module is not None else set()
-            known = self._is_concerned[optimizer] = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            known = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._is_concerned[optimizer] = len(optimizer.param_groups), known
         return known
 
 

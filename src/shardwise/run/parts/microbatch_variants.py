@@ -8,6 +8,7 @@ Not supported: a model that computes something else with another number of sampl
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from shardwise.errors import Infeasible, ModelError, ShardwiseError
 from shardwise.lower.local import LocalStage, Lowering, lower
-from shardwise.model.batch.additive import SampleCoupling, describe_couplings
+from shardwise.model.batch.additive import SampleCoupling, describe_couplings, describe_microbatch_couplings
 from shardwise.model.batch.summable_loss import SummableLossGraph
 from shardwise.model.dims.expert_rows import expert_rows
 from shardwise.model.graph import Graph, Operator
@@ -66,6 +67,12 @@ def lower_variant(
     stages = loss_graph.split_stages(plan.stages)
     lowered = {number: lower(stages[number], variant_lowering) for number in base.lowered}
     return MicrobatchVariant(loss_graph, lowered, constants, shardings, sharding)
+
+
+def warn_of_coupled_microbatches(layout: Layout, couplings: Sequence[SampleCoupling], rank: int) -> None:
+    """Warn on rank 0 that and where microbatches train something else than the whole batch does."""
+    if rank == 0 and layout.microbatches > 1 and (words := describe_microbatch_couplings(couplings)):
+        warnings.warn(words, RuntimeWarning, stacklevel=3)
 
 
 @contextmanager

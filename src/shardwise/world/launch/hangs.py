@@ -1,9 +1,9 @@
 """Detect hangs. In: each rank's last collective, heartbeat and process state. Out: the rank that hangs, and why; or None.
 
-A rank announces the time limit of its current work (`world/recorder`): a step a multiple of the previous steps, a checkpoint no limit. One
-collective, one gap between heartbeats and one such piece of work may last as long as the largest limit of a living rank. A stopped
-process needs no limit: the kernel reports it. Not modelled: a rank that computes for ever without an announced limit and that nobody
-waits for.
+A rank announces the time limit of its current work (`world/recorder`): a step, an evaluation or a save a multiple of the previous ones,
+other work none. One collective, one gap between heartbeats and one such piece of work may last as long as the largest limit of a living
+rank. A stopped process needs no limit: the kernel reports it. Not modelled: a rank that computes for ever without an announced limit and
+that nobody waits for.
 """
 
 from __future__ import annotations

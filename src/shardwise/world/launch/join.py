@@ -66,7 +66,7 @@ def join(environment: Mapping[str, str], device: str = "auto") -> World:
     run = env.get("TORCHELASTIC_RUN_ID", env.get("SLURM_JOB_ID", ""))
     try:
         if listener is None and env.get(TRANSPORT) != mpi.MPI:
-            await_server(address, port, (rank, num_ranks), likely_cause(environment), RENDEZVOUS_TIMEOUT_S)
+            await_server(address, port, rank, num_ranks, likely_cause(environment), RENDEZVOUS_TIMEOUT_S)
         store, reconnect = _open_store(env, (rank, num_ranks), (listener, address, port), f"shardwise/{run}/store{generation}")
     except RuntimeError as error:
         raise RunError(

@@ -373,6 +373,12 @@ def _remove_stale_folders(parent: Path) -> None:
                 os.close(descriptor)
 
 
+def overriding_precision() -> str:
+    """Return the user's matmul precision of ranks where this machine's own choice is another; else empty."""
+    users = os.environ.get(matmul_backend.PRODUCTS, "")
+    return users if users and users != matmul_backend.load_or_measure_timings().chosen else ""
+
+
 def _prepare_folder(task: LaunchSpec, path: Path) -> LaunchSpec:
     recorder.create_record_file(path / "record", task.num_ranks, task.generation)
     env = {**matmul_backend.matmul_environment({**os.environ, **task.env}, task.device), **task.env}

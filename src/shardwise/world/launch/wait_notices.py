@@ -78,7 +78,7 @@ def _describe_late(status: RankStatus) -> str:
 
 
 class CollectiveNotices:
-    """Notices of the waits in collectives, each given once in a minute."""
+    """Notices of the waits in collectives: those of the same late ranks are given once in a minute."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[int, ...], float] = {}
@@ -87,7 +87,7 @@ class CollectiveNotices:
         """Return whether a notice of `key` has not been given in the last minute, and record that it is given now."""
         if now - self._given.get(key, -REPEAT_S) < REPEAT_S:
             return False
-        self._given = {key: now}
+        self._given = {kept: given for kept, given in self._given.items() if now - given < REPEAT_S} | {key: now}
         return True
 
     def find_notice(self, statuses: Sequence[RankStatus], now: float, causes: Mapping[int, str] | None = None) -> str:
@@ -97,7 +97,7 @@ class CollectiveNotices:
             if last is None or not last.is_running or now - last.start_s < NOTICE_S or status.phase in ("done", "failed", "absent"):
                 continue
             late = [rank for rank in awaited_ranks(status, statuses) if awaited_ranks(statuses[rank], statuses) == []]
-            if late and self.is_due((status.rank, last.sequence, *late), now):
+            if late and self.is_due(tuple(late), now):  # one notice, however many ranks wait for them
                 known = [causes[rank] for rank in late if causes and rank in causes]
                 missing = [_describe_late(statuses[rank]) for rank in late[:4]]
                 return notice_text(
@@ -106,7 +106,7 @@ class CollectiveNotices:
         return ""
 
 
-def await_server(address: str, port: int, rank_and_count: tuple[int, int], cause: str, wait_s: float) -> None:
+def await_server(address: str, port: int, rank: int, num_ranks: int, cause: str, wait_s: float) -> None:
     """Return when something listens at `address`:`port`, after at most `wait_s`; name rank 0 meanwhile, in place of torch's warnings."""
     began, is_reported = time.monotonic(), False
     while time.monotonic() - began < wait_s:
@@ -119,7 +119,7 @@ def await_server(address: str, port: int, rank_and_count: tuple[int, int], cause
         if waited_s > NOTICE_S and not is_reported:
             is_reported = True
             missing = [f"rank 0, which does not answer at {address}:{port}"]
-            print(notice_text(*rank_and_count, waited_s, missing, "", cause), file=sys.stderr, flush=True)
+            print(notice_text(rank, num_ranks, waited_s, missing, "", cause), file=sys.stderr, flush=True)
 
 
 def watch_waits(world: World, connect: Callable[[], Any], endpoint: tuple[str, int], environment: Mapping[str, str]) -> None:

@@ -44,6 +44,9 @@ def resnet18(weights=None, pretrained=False, **kwargs):
     return ResNet(**kwargs)
 
 
+resnet50 = resnet18
+
+
 def vgg16(weights=None, pretrained=False):
     """Its features alone: 31 modules, 4 to 32 filters."""
     wide, modules = 3, []

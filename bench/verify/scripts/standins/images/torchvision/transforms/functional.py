@@ -1,0 +1,1 @@
+"""A module that some scripts import and do not use."""
