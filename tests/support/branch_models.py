@@ -174,3 +174,15 @@ class Twins(nn.Module):
 
 def twins() -> Any:
     return Twins(), {"a": _normal(N, 6), "b": _normal(N, 6, seed=2), "c": _normal(N, 6, seed=3), "y": _classes(3, N)}
+
+
+class TwinsWithStatistics(Twins):
+    """Twins whose encoder counts running statistics: two branches write the same buffers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 8))
+
+
+def twins_with_statistics() -> Any:
+    return TwinsWithStatistics(), twins()[1]

@@ -21,7 +21,7 @@ from shardwise.run.gradients.stale_updates import StaleUpdates
 from shardwise.run.parts.rank_model import RankModel
 from shardwise.run.publish import Address, publish_weights
 from shardwise.run.recovery.snapshots import RankState
-from shardwise.run.sharded_state import checkpoint_shards, full_state, rank_state
+from shardwise.run.sharded_state import checkpoint_shards, full_state, rank_state, skip_shards
 from shardwise.run.state.optimizer import Optimizer
 from shardwise.run.state.precision import LossScale
 from shardwise.run.step.interruption import WholeSteps
@@ -79,6 +79,7 @@ class CheckpointMixin:
             *pieces,
             *self._residuals.state_shards(self.step_index),
             *self.loss_scale.state_shards(self.step_index, self.world.rank == 0),
+            *skip_shards(self._optimizer.skip_state(), self.mesh.coordinates(self.world.rank)),
         ]
 
     def _model_shards(self) -> list[checkpoint.StateShard]:
@@ -128,6 +129,8 @@ class CheckpointMixin:
             self.drain()
         wanted = self._model_shards()
         optional = [*self._residuals.state_shards(-1), *self.loss_scale.state_shards(-1, self.world.rank == 0)]
+        skips = self._optimizer.empty_skip_state(self.rank_model.trained_names)
+        optional += skip_shards(skips, self.mesh.coordinates(self.world.rank))
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)
         if self._stale is not None:
             self._stale.discard_pending()
@@ -135,6 +138,8 @@ class CheckpointMixin:
         self.step_index = int(self._counters["step"])
         self._residuals.finish_load(self.step_index)
         self.loss_scale.after_load(self.step_index)
-        self._optimizer.set_steps(self.step_index - self.loss_scale.num_skipped)
+        num_updates = self.step_index - self.loss_scale.num_skipped
+        self._optimizer.set_steps(num_updates)
+        self._optimizer.set_skip_state(skips, num_updates)
         self.whole_steps.mark_whole()
         return extra

@@ -42,6 +42,12 @@ def checkpoint_shards(
     return shards
 
 
+def skip_shards(skips: Mapping[str, Mapping[str, Tensor]], coordinates: Mapping[str, int]) -> list[StateShard]:
+    """Return the state of parameters that updates skipped, which every rank has. See `Optimizer.skip_state`."""
+    is_owner = all(i == 0 for i in coordinates.values())
+    return [full_shard(name, "skips", x, slot, is_owner) for name, state in skips.items() for slot, x in state.items()]
+
+
 def weight_shards(rank_model: RankModel, coordinates: Mapping[str, int]) -> list[StateShard]:
     """Return this rank's parameters and buffers as shards."""
     shards = []

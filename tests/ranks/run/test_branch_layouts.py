@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import shardwise
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.lower import regions
 from shardwise.model.sharding.fold import propagate_with_folding
+from shardwise.model.sharding.propagate import propagate
+from shardwise.model.stages.branches import BranchRegion
 from shardwise.plan.plan_file import read_plan, write_plan
 from shardwise.run.rank_model.model_source import ModelSource
 from shardwise.run.verify.verify import Verification
@@ -121,3 +126,39 @@ def test_gradients_of_branches_are_summed_over_data_alone() -> None:
     axes = {v.name: found.gradient_axes[v.value] for v in graph.parameters}
     assert {axes[name] for name in axes if name.startswith("layers.")} == {("data",)}
     assert {axes[name] for name in axes if not name.startswith("layers.")} == {("data", "branch")}
+
+
+def _whole_state(world: Any, which: str) -> dict[str, Tensor]:
+    """Buffers after two steps; `which`: the layout, and with "apart" branches that share statistics stay branches (a broken twin)."""
+    layout, apart, _ = which.partition(" apart")
+    if apart:
+        BranchRegion.join_branches = lambda self, values, graph: self  # type: ignore[method-assign, assignment]
+    model = resolve(f"{MODELS}:twins_with_statistics")
+    batch = model.batch(model.default_batch)
+    engine = shardwise.parallelize(model.make, batch, loss=model.loss, plan=f"{layout} precision=float64", world=world, seed=0)
+    for _ in range(2):
+        engine.step(batch)
+    return {name: x for name, x in (engine.full_state_dict() or {}).items() if "running" in name}
+
+
+def test_statistics_that_branches_share_are_those_of_both() -> None:
+    serial = _whole_state(None, "data=1")
+    assert len(serial) == 2
+    found, apart = (shardwise.launch(_whole_state, 2, which)[0] for which in ("branch=2", "branch=2 apart"))
+    for name, expected in serial.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-10, atol=1e-10)
+    assert any((apart[name] - expected).abs().max() > 1e-3 for name, expected in serial.items())
+
+
+def test_statistics_that_all_branches_share_are_refused() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return F.cross_entropy(self.f(a) @ self.f(b).t(), torch.arange(a.shape[0]))
+
+    graph = ModelSource.from_model(Views).capture((torch.randn(16, 8), torch.randn(16, 8)), None, None).graph
+    with pytest.raises(LayoutError, match="write the same running statistics"):
+        propagate(graph, {"branch": 2})

@@ -14,9 +14,9 @@ from torch import Tensor
 from shardwise.errors import CheckpointError
 from shardwise.run.checkpoint.region import BlockRegion
 
-StateKind = Literal["parameter", "buffer", "optimizer", "scalar", "random", "rest", "scaling"]
+StateKind = Literal["parameter", "buffer", "optimizer", "scalar", "random", "rest", "scaling", "skips"]
 STATE_KINDS: tuple[str, ...] = get_args(StateKind)
-OPTIONAL = ("random", "rest", "scaling")
+OPTIONAL = ("random", "rest", "scaling", "skips")
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -33,8 +33,8 @@ class StateShard:
     `slot`: name of an optimizer's state tensor of that parameter, "exp_avg". `is_owner`: this rank writes it; replicas do not.
     `block`: shape of the block, by default the tensor's. `flat`: the tensor is one-dimensional and holds elements
     `flat[0] <= i < flat[1]` of the block in row-major order (a ZeRO shard of a tensor-parallel block).
-    Kinds "random" (generator state), "rest" (residuals of gradient compression) and "scaling" (float16 loss scale) are optional: restored
-    if a shard of that name exists.
+    Kinds "random" (generator state), "rest" (residuals of gradient compression), "scaling" (float16 loss scale) and "skips" (updates that
+    left a parameter alone) are optional: restored if a shard of that name exists.
 
     Raises:
         CheckpointError: an unknown kind or dtype, or a tensor of another size than its block or range.

@@ -49,7 +49,6 @@ class DeferredBufferUpdates:
         self._replica, self._num_replicas = replicas.index(world.rank), len(replicas)
         by_ranks: dict[tuple[int, ...], list[_DeferredBuffer]] = defaultdict(list)
         buffers = {v.value: v.name for v in (*rank_model.graph.buffers, *rank_model.graph.parameters)}
-        _check_written_by_one_stage(rank_model, buffers)
         # Checked for every stage, so that all ranks refuse together; this rank records writes of its own stages.
         written = {
             s: _deferred_values(stage, rank_model, buffers)
@@ -125,18 +124,6 @@ def runs_out_of_order(program: Program, stage: int) -> bool:
     rows = [[a.microbatch for a in row if isinstance(a, Compute) and a.op is ComputeOp.F and a.stage == stage] for row in program.actions]
     rows = [row for row in rows if row]
     return len(rows) > 1 or any(row != sorted(row) for row in rows)
-
-
-def _check_written_by_one_stage(rank_model: RankModel, buffers: Mapping[str, str]) -> None:
-    """Raise Infeasible for a buffer that one stage writes and another one uses: each would have its own copy."""
-    written, first_stage = written_buffers(rank_model.graph), dict[str, int]()
-    for stage in rank_model.stages:
-        for value in sorted(written.intersection(stage.variables)):
-            if first_stage.setdefault(value, stage.index) != stage.index:
-                raise Infeasible(
-                    f"the model writes {buffers.get(value, value)} in stage {first_stage[value]} of the pipeline and uses it in stage "
-                    f"{stage.index}; let both be in one stage (stages in a plan file), or use pipeline=1 and chunks=1"
-                )
 
 
 def _running_statistics(stage: Stage, rank_model: RankModel) -> dict[str, None]:

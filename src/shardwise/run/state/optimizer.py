@@ -6,7 +6,7 @@ elementwise, so a flat tensor is updated exactly as its parameters would be one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import inf, isfinite
@@ -195,6 +195,8 @@ class Optimizer:
             self.inner.state[p] = state
         self.counters |= {f"optimizer.{name}": self.inner.state[p][name] for p in self._placeholder for name in spec.scalars}
         self._segments: dict[Tensor, list[_UpdatedSegment]] = {}
+        self._skips: dict[str, Tensor] = {}  # numbers of updates that left a parameter alone, by its name
+        self._skippable_placeholders: dict[str, Tensor] = {}  # so that every rank has the scalar state of every such parameter
         self._skipped: frozenset[str] = frozenset()
         self._split_names: frozenset[str] = frozenset()
         self._initialized: set[Tensor] = set()
@@ -259,7 +261,8 @@ class Optimizer:
         return [x for name, x in self.counters.items() if name == "optimizer.updates"]
 
     def set_steps(self, count: int) -> None:
-        """Set the step count of the state (AdamW's bias correction); other optimizers take theirs from `counters`."""
+        """Set the step count of the state (AdamW's bias correction); other optimizers take theirs from `counters`. After a load."""
+        self._initialized = set(self._initial_state) if any(self.update_counts) else set()
         for state in self.inner.state.values():
             for name in self.spec.scalars:
                 state[name].copy_(self.counters[f"optimizer.{name}"])
@@ -281,14 +284,13 @@ class Optimizer:
                     target.copy_(source)
 
     def skip_parameters(self, names: frozenset[str]) -> None:
-        """Leave these parameters, and their state, alone in the next steps: they have no gradient, as torch's optimizers do.
-
-        Not modelled: a checkpoint has one count of steps for all parameters, so that AdamW's bias correction of skipped ones is that of all
-        after a resumption.
-        """
+        """Leave these parameters, and their state, alone in the next steps: they have no gradient, as torch's optimizers do."""
         self._skipped = names
         if names <= self._split_names:
             return
+        for name in names - self._split_names:
+            self._skips[name] = torch.zeros((), dtype=torch.int64)
+            self._add_skippable_placeholder(name)
         self._split_names |= names
         for number, pairs in enumerate(self._updated):
             for (p, _), (start, _, length) in zip(pairs, self.shard_ranges(number), strict=True):
@@ -319,6 +321,55 @@ class Optimizer:
         others = [entry for entry in self.inner.param_groups if id(entry["params"][0]) not in replaced]
         self.inner.param_groups[:] = [*others, *({**entry, "params": [one.tensor]} for one in segments)]
         self._segments[p] = segments
+        for one in before:
+            one.tensor.grad = None
+            if one.tensor is not p:
+                self._forget(one.tensor)
+
+    def _forget(self, x: Tensor) -> None:
+        self.inner.state.pop(x)
+        self._initial_state.pop(x, None)
+        self._initialized.discard(x)
+
+    def _add_skippable_placeholder(self, name: str) -> None:
+        for p in self._placeholder:
+            new = torch.zeros_like(p)
+            self.inner.state[new] = {key: x.clone() for key, x in self.inner.state[p].items()}
+            self._initial_state[new] = dict(self._initial_state[p])
+            if p in self._initialized:
+                self._initialized.add(new)
+            (entry,) = (entry for entry in self.inner.param_groups if entry["params"][0] is p)
+            self.inner.param_groups.append({**entry, "params": [new]})
+            self._skippable_placeholders[name] = new
+
+    def skip_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return, by parameter that updates skipped, their number ("") and its scalar state by name."""
+        places = {name: self.inner.state[p] for name, p in self._skippable_placeholders.items()}
+        return {
+            name: {"": count, **{key: places[name][key] for key in self.spec.scalars}} for name, count in self._skips.items() if int(count)
+        }
+
+    def empty_skip_state(self, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """Return what `skip_state` may return for these parameters, to load a checkpoint into; without skips."""
+        return {name: {"": torch.zeros((), dtype=torch.int64), **{key: torch.zeros(()) for key in self.spec.scalars}} for name in names}
+
+    def set_skip_state(self, loaded: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
+        """Give parameters that updates skipped their own counts and scalar state, after `set_steps(num_updates)`."""
+        counts = {name: int(state[""]) for name, state in loaded.items() if int(state[""])}
+        self.skip_parameters(frozenset(counts))
+        self._skipped = frozenset()
+        for name, count in self._skips.items():
+            count.fill_(counts.get(name, 0))
+        segments = [(one.name, one.tensor) for parts in self._segments.values() for one in parts]
+        for name, x in (*segments, *self._skippable_placeholders.items()):
+            if name in counts:
+                state = self.inner.state[x]
+                if self.spec.is_standard and "step" in state:
+                    state["step"].fill_(float(num_updates - counts[name]))
+                for key in self.spec.scalars:
+                    state[key].copy_(loaded[name][key])
+                if counts[name] == num_updates:
+                    self._initialized.discard(x)
 
     def _set_gradients(self) -> None:
         for pairs in self._updated:
@@ -355,8 +406,8 @@ class Optimizer:
     def _update(self) -> None:
         for p in self._placeholder:
             p.grad = torch.zeros_like(p)
-        if any(self.update_counts) and not self._initialized:  # a checkpoint was loaded
-            self._initialized.update(self._initial_state)
+        for name, p in self._skippable_placeholders.items():
+            p.grad = None if name in self._skipped else torch.zeros_like(p)
         first = [p for p in self._initial_state if p.grad is not None and p not in self._initialized]
         allocated = {p: self.inner.state[p] for p in first}
         for p in first:
@@ -367,7 +418,7 @@ class Optimizer:
                 x.copy_(self.inner.state[p][name])
             self.inner.state[p] = state
         self._initialized.update(first)
-        for count in self.update_counts:
+        for count in (*self.update_counts, *(self._skips[name] for name in self._skipped)):
             count += 1
 
     def _distribute_weights(self) -> None:
