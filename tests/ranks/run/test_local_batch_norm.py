@@ -122,7 +122,7 @@ def test_it_is_priced_without_collectives_inside_of_layers_and_never_chosen_unas
     assert shardwise.plan(model.make, model.batch(batch), constraints=few, **given).layout.batch_norm == "exact"
     asked = shardwise.plan(model.make, model.batch(batch), constraints=f"{few} batch_norm=local", **given)
     assert asked.layout.batch_norm == "local"
-    assert asked.prediction.step_time_s <= local.step_time_s
+    assert asked.prediction.step_time_s <= local.step_time_s * 1.01  # of plans within one per cent the simplest
 
 
 def test_one_replica_has_nothing_of_its_own() -> None:

@@ -116,7 +116,7 @@ def test_all_of_them(survive: Callable[..., list[Any]]) -> None:
 
 
 def test_a_crash_loop_ends_with_its_cause(survive: Callable[..., list[Any]]) -> None:
-    cause = r"4 losses of a rank after step 7, and no step further; the last: rank 1 was killed by SIGSEGV"
+    cause = r"4 losses of ranks after step 7, and no step further; the last: rank 1 was killed by SIGSEGV"
     with pytest.raises(RankError, match=cause) as caught:
         survive(2, "segfault", (1,), always=True)
     assert caught.value.rank == 1
