@@ -102,6 +102,21 @@ def _draw_alike(double: bool) -> None:
         return output
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
+    backward: Any = torch.autograd.backward
+
+    running: list[bool] = []
+
+    def call_backward(*args: Any, **kwargs: Any) -> Any:
+        if running:  # the mode calls it again
+            return backward(*args, **kwargs)
+        running.append(True)
+        try:
+            with compute_in_float64(double):  # a function's own backward may name float32
+                return backward(*args, **kwargs)
+        finally:
+            running.clear()
+
+    torch.autograd.backward = call_backward
 
 
 def _compute_alike() -> None:
