@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.lower.float64_mode import compute_in_float64
+from shardwise.run.loop.module import sharded_modules_of
 from shardwise.run.uncaptured.eager_draws import ReproducibleDraws
 
 STANDINS = Path(__file__).parent / "standins"
@@ -47,6 +48,8 @@ def script(folder: Path, name: str, arguments: list[str], original: bool, precis
     _record(numbers, str(folder))
     if original:
         _draw_alike(precision == "float64")
+    elif precision == "float64":
+        _compute_alike()
     code = 0
     try:
         runpy.run_path(str(folder / name), run_name="__main__")
@@ -97,6 +100,39 @@ def _draw_alike(double: bool) -> None:
             inside.clear()
             torch.random.set_rng_state(state)
         return output
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    backward: Any = torch.autograd.backward
+
+    running: list[bool] = []
+
+    def call_backward(*args: Any, **kwargs: Any) -> Any:
+        if running:  # the mode calls it again
+            return backward(*args, **kwargs)
+        running.append(True)
+        try:
+            with compute_in_float64(double):  # a function's own backward may name float32
+                return backward(*args, **kwargs)
+        finally:
+            running.clear()
+
+    torch.autograd.backward = call_backward
+
+
+def _compute_alike() -> None:
+    """Let models that the script leaves undivided (a reference beside the one that learns) compute in float64 as those of the original do."""
+    inside: list[nn.Module] = []
+    kept: Any = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if inside or torch.compiler.is_exporting() or next(self.parameters(), None) is None or sharded_modules_of(self):
+            return kept(self, *args, **kwargs)
+        inside.append(self)
+        try:
+            with compute_in_float64(True):
+                return kept(self, *args, **kwargs)
+        finally:
+            inside.clear()
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 

@@ -66,7 +66,9 @@ class DividingStrategy(_SingleDevice):  # type: ignore[misc]
 
         def run() -> None:
             loaded.extend([next(iter(loaders))[0]] if not loaded else [])
-            batch = module.transfer_batch_to_device(loaded[0], self._shardwise.device, 0)
+            # As Lightning's loop has it: converted to the trainer's precision, then changed by the module's and data module's hooks.
+            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(loaded[0]))
+            batch = self.batch_to_device(batch, self._shardwise.device)
             # A trial step updates nothing and logs nothing; its optimizers exist so that it reaches the modules that it calls.
             with torch.no_grad(), self.precision_plugin.forward_context(), _trial_step(module):
                 module.training_step(*_step_arguments(module, batch))

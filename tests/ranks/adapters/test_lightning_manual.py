@@ -1,5 +1,5 @@
-"""Lightning's manual optimization on 1 and 2 ranks: two optimizers as in its own GAN, closures, a step without an index; weights are the
-serial run's."""
+"""Lightning's manual optimization on 1 and 2 ranks: two optimizers as in its own GAN, closures, a step without an index, batches that the
+trainer's precision and a module's hook convert; weights are the serial run's."""
 
 from __future__ import annotations
 
@@ -60,14 +60,17 @@ def adversaries() -> Any:
 
 
 def closures() -> Any:
-    """One optimizer, whose step takes a closure with another inside."""
+    """One optimizer, whose step takes a closure with another inside; a hook adds a column to the batch."""
 
     class Closed(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.automatic_optimization = False
-            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+            self.first, self.second = nn.Linear(7, 8), nn.Linear(8, 1)
+
+        def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+            return [torch.cat((batch[0], batch[0][:, :1] ** 2), 1)]
 
         def training_step(self, batch: Any, index: int) -> None:
             optimizer = self.optimizers()
@@ -93,7 +96,7 @@ MODELS = (adversaries, closures)
 
 
 def fitted(folder: str, make: Callable[[], Any], **options: Any) -> dict[str, torch.Tensor]:
-    x = torch.randn(14, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(14, 6, generator=torch.Generator().manual_seed(1))  # float32, which the trainer's precision converts
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 4, shuffle=True)
     lightning.seed_everything(1, verbose=False)
     trainer = lightning.Trainer(
