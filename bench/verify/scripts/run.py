@@ -120,7 +120,7 @@ def _draw_alike(double: bool) -> None:
 
 
 def _compute_alike() -> None:
-    """Let models that the script leaves undivided (a reference beside the one that learns) compute in float64 as those of the original do."""
+    """Let models that the script leaves undivided (a reference beside the learner) compute in float64 as those of the original do."""
     inside: list[nn.Module] = []
     kept: Any = nn.Module.__call__
 
