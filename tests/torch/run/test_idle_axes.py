@@ -33,8 +33,8 @@ def test_an_axis_that_divides_nothing_is_refused(widths: tuple[int, int, int], s
     graph = ModelSource.from_model(build).capture((torch.randn(8, first),), lambda out, *batch: out.mean(), None).graph
     sharding = propagate(graph, sizes, prices=FREE_LINKS)
     if not key:
-        refuse_idle_axes(sharding)
+        refuse_idle_axes(sharding, graph.parameter_shapes)
         assert sharding.shards.get("tensor") or "tensor" not in sizes
         return
     with pytest.raises(LayoutError, match=f"^{key}.*leave it out"):
-        refuse_idle_axes(sharding)
+        refuse_idle_axes(sharding, graph.parameter_shapes)

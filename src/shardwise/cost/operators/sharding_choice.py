@@ -69,10 +69,10 @@ def choose_sharding(
     """Choose the sharding over data and the tensor axes. `samples_per_rank`: weighed samples of a microbatch; `shards`: fixed shards.
 
     Raises:
-        LayoutError: an axis that the model does not have, or under which every rank would do the same.
+        LayoutError: an axis that the model does not have, or that divides nothing of it.
     """
     sharding = _choose_sharding(graph, cluster, layout, samples_per_rank, shards)
-    refuse_idle_axes(sharding)
+    refuse_idle_axes(sharding, graph.parameter_shapes)
     return sharding
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
@@ -260,20 +260,19 @@ def transfer_s(source: Placement, target: Placement, size_bytes: float, n: int, 
     return sent_fraction(source, target, n) * size_bytes / prices.link_bytes_per_s + latency
 
 
-def refuse_idle_axes(sharding: Sharding) -> None:
-    """Refuse an axis that divides weights of which no rank holds or computes a part of its own: its ranks would all do the same.
+def refuse_idle_axes(sharding: Sharding, shapes: Iterable[Sequence[int]]) -> None:
+    """Refuse an axis that divides weights where none of a model's, of these shapes, has an entry for each rank, and nothing is divided.
 
     Raises:
         LayoutError: always then; it names the key.
     """
     used = {axis for by_axis in sharding.labels.values() for axis, label in by_axis.items() if label}
-    used.update(
-        axis for by_axis in sharding.placements.values() for axis, one in by_axis.items() if is_sharded(one) or has_single_owner(one)
-    )
-    idle = [axis for axis in sharding.sizes if axis_of(axis).shards_weights and axis not in used]
+    used.update(axis for by_axis in sharding.placements.values() for axis, one in by_axis.items() if is_sharded(one) or has_single_owner(one))
+    longest = max((length for shape in shapes for length in shape), default=0)
+    idle = [axis for axis, n in sharding.sizes.items() if axis_of(axis).shards_weights and axis not in used and longest < n]
     if idle:
         words = " ".join(dict.fromkeys(layout_word(axis, sharding.sizes) for axis in idle))
         raise LayoutError(
-            f"{words} shares the weights of products, and none of this model can be divided so, so that these ranks would do the same; "
-            "leave it out, use another number of ranks there, or use data for them"
+            f"{words} shares the weights of products, and no weight of this model has an entry for each of these ranks; leave it out, use "
+            "fewer ranks there, or use data for them"
         )

@@ -146,7 +146,7 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
     shardings = _shardings_of(request, tensors, graph, stages)
     sharding = shardings[at["pipeline"]]  # the same for all stages of a rank
     if tensors is None and not layout.inner:
-        refuse_idle_axes(sharding)
+        refuse_idle_axes(sharding, graph.parameter_shapes)
     local_stages = [stages[s] for s in program.stages_of[at["pipeline"]]]
     across = variables_across_meshes(layout, stages) & {v.value for v in graph.parameters} if request.runs_backward else frozenset()
     reduced_axes = _reduced_axes(tensors, graph, sharding, across) if request.runs_backward else {}

@@ -266,7 +266,8 @@ class CachedModelSource(ModelSource):
         first, *other_sizes = plan.microbatch_sizes
         part = self.capture_microbatch(plan, batch, loss, first, plan.batch_size, modes)
         if modes is None:
-            refuse_idle_axes(self.sharding(plan, part.loss_graph.graph))
+            graph = part.loss_graph.graph
+            refuse_idle_axes(self.sharding(plan, graph), graph.parameter_shapes)
         for size in other_sizes:
             self.capture_microbatch(plan, batch, loss, size, plan.batch_size, modes)
         sample_folds(plan, self, part.captured, batch, loss, modes)
