@@ -267,7 +267,9 @@ def refuse_idle_axes(sharding: Sharding, shapes: Iterable[Sequence[int]]) -> Non
         LayoutError: always then; it names the key.
     """
     used = {axis for by_axis in sharding.labels.values() for axis, label in by_axis.items() if label}
-    used.update(axis for by_axis in sharding.placements.values() for axis, one in by_axis.items() if is_sharded(one) or has_single_owner(one))
+    used.update(
+        axis for by_axis in sharding.placements.values() for axis, one in by_axis.items() if is_sharded(one) or has_single_owner(one)
+    )
     longest = max((length for shape in shapes for length in shape), default=0)
     idle = [axis for axis, n in sharding.sizes.items() if axis_of(axis).shards_weights and axis not in used and longest < n]
     if idle:
