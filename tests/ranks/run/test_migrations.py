@@ -52,14 +52,17 @@ def differences(original: list[float], migrated: list[float]) -> list[str]:
     return [f"epoch {i}: {a} and {b}" for i, (a, b) in enumerate(zip(original, migrated, strict=True)) if abs(a - b) > TOLERANCE]
 
 
-def compare(pages: tuple[str, ...], folder: Path) -> None:
+def compare(pages: tuple[str, ...], folder: Path) -> dict[str, list[float]]:
     original, migrated = run_all(pages, folder, 1), run_all(pages, folder, 2)
     assert {page: differences(original[page], migrated[page]) for page in pages} == {page: [] for page in pages}
     assert all(losses[0] > losses[-1] for losses in original.values())  # they train
+    return migrated
 
 
 def test_migrated_scripts_print_what_the_originals_print(tmp_path: Path) -> None:
-    compare(QUICK, tmp_path)
+    migrated = compare(QUICK, tmp_path)
+    (shown,) = re.findall(r"^```console\n\$ torchrun --nproc-per-node 2 train.py\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert differences([float(loss) for loss in re.findall(r"loss ([\d.]+)$", shown, re.M)], migrated["ddp"]) == []
 
 
 @pytest.mark.long
