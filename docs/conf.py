@@ -19,6 +19,7 @@ version = release = shardwise.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
 nb_execution_mode = "cache"  # a tutorial runs again when its text has changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
