@@ -16,7 +16,6 @@ from shardwise.cost.network.collectives import algorithm_times
 from shardwise.cost.network.network import RankGroup, collective_s
 from shardwise.cost.stages.gradients import (
     ADD_BYTES,
-    BUCKET_BYTES,
     BUCKETS,
     ENCODE_BYTES,
     GradientVolume,
@@ -27,7 +26,7 @@ from shardwise.cost.step import Pricer
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.ir.compression import Compression
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import Plan, Prediction
+from shardwise.plan.plan import BUCKET_BYTES, Plan, Prediction
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import search
