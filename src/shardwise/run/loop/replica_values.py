@@ -112,7 +112,7 @@ def note_batch(batch: Any) -> None:
             called.was_reported = True
             print(
                 "shardwise: the model is called with a batch that did not come through shardwise.shard, which is right for the model. But "
-                f"a library that sums over ranks of torch.distributed (torchmetrics) still sees {len(where.ranks)} of them, and would count "
+                f"a library that sums over ranks of torch.distributed (torchmetrics) still sees {len(where.ranks)} of them, and counts "
                 "such batches as often: draw what it counts through shardwise.shard(loader)",
                 file=sys.stderr,
                 flush=True,
