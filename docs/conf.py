@@ -58,6 +58,8 @@ def for_the_site(text: str, name: str) -> str:
 
 
 def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
+    if name in PROJECT:  # so that a build after a change reads it again
+        app.env.note_dependency(str(ROOT / PROJECT[name]))
     source[0] = for_the_site((ROOT / PROJECT[name]).read_text() if name in PROJECT else source[0], name)
 
 
