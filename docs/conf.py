@@ -22,7 +22,6 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist"]  # `data=N` and below it `: N replicas`, as in layouts.md
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["deflist"]
 nb_execution_mode = "cache"  # a tutorial runs again when its text has changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
@@ -59,6 +58,8 @@ def for_the_site(text: str, name: str) -> str:
 
 
 def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
+    if name in PROJECT:  # so that a build after a change reads it again
+        app.env.note_dependency(str(ROOT / PROJECT[name]))
     source[0] = for_the_site((ROOT / PROJECT[name]).read_text() if name in PROJECT else source[0], name)
 
 

@@ -19,7 +19,8 @@ GROUPS = ["Start", "Migrate", "How-to", "Plan", "Learn", "Reference", "FAQ and t
 def pages_in_navigation(index: Path) -> list[str]:
     """Pages below the tables of contents of a page, as often as they stand there; a pattern leaves out what is named."""
     tables = re.findall(r"^```\{toctree\}\n(.*?)^```", index.read_text(), re.S | re.M)
-    entries = [line for table in tables for line in table.splitlines() if line and not line.startswith(":")]
+    lines = [line for table in tables for line in table.splitlines() if line and not line.startswith(":")]
+    entries = [re.sub(r"^.*<(.*)>$", r"\1", line) for line in lines]  # a title of its own: `Overview <project/readme>`
     named = [entry for entry in entries if "*" not in entry]
     matched = [p.relative_to(index.parent).with_suffix("").as_posix() for e in entries if "*" in e for p in index.parent.glob(f"{e}.md")]
     return named + [page for page in matched if page not in named]

@@ -111,9 +111,9 @@ def note_batch(batch: Any) -> None:
         if where.world is not None and where.world.torch_ranks == where.ranks and where.world.rank == 0 and not called.was_reported:
             called.was_reported = True
             print(
-                "shardwise: the model is called with a batch that did not come through shardwise.shard. Libraries that sum over ranks of "
-                f"torch.distributed (torchmetrics) still see {len(where.ranks)} of them, and would count whole batches as often: draw them "
-                "through shardwise.shard(loader)",
+                "shardwise: the model is called with a batch that did not come through shardwise.shard, which is right for the model. But "
+                f"a library that sums over ranks of torch.distributed (torchmetrics) still sees {len(where.ranks)} of them, and counts "
+                "such batches as often: draw what it counts through shardwise.shard(loader)",
                 file=sys.stderr,
                 flush=True,
             )
