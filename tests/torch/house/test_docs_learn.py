@@ -20,7 +20,8 @@ BOLD = re.compile(r"\*\*([^*]+)\*\*")
 LARGE = re.compile(r"^(plan|estimate) (?!gpt-tiny)")  # models whose capture takes seconds
 RUN = re.compile(
     r"^\| `(?P<model>megatron-[^`]*)` \| (?P<gpus>\d+) \| (?P<data>\d+) x (?P<tensor>\d+) x (?P<pipeline>\d+) "
-    r"\| (?P<batch>\d+) \| (?P<tflops>\d+) \| (?P<theirs>[\d.]+) s \| (?P<ours>[\d.]+) s \| (?P<off>[-+][\d.]+) % \| (?P<years>[\d.]+) \| (?P<our_years>[\d.]+) \|$",
+    r"\| (?P<batch>\d+) \| (?P<tflops>\d+) \| (?P<theirs>[\d.]+) s \| (?P<ours>[\d.]+) s "
+    r"\| (?P<off>[-+][\d.]+) % \| (?P<years>[\d.]+) \| (?P<our_years>[\d.]+) \|$",
     re.M,
 )
 RUNS = [m.groupdict() for m in RUN.finditer((ROOT / "docs" / "learn.md").read_text())]
