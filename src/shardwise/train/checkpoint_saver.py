@@ -89,7 +89,7 @@ class CheckpointSaver:
         """Wait for the current save. Raises as `apply_status`."""
         if self._writer is not None:
             began = time.perf_counter()
-            with self.world.pace.untimed():
+            with self.world.pace.untimed("wait for a save"):
                 self._collect_result(BackgroundSaver.finish)
             self.costs.waited_s += time.perf_counter() - began
 
@@ -121,7 +121,7 @@ class CheckpointSaver:
         if step == self.saved_step:
             return
         began = time.perf_counter()
-        with self.world.pace.untimed():
+        with self.world.pace.untimed("synchronous save"):
             self._write(step, *self._state(step))
         self.costs.waited_s += time.perf_counter() - began
 

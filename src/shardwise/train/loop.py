@@ -419,7 +419,7 @@ class TrainingRun:
         """Raise RunError if the data files change while they are read; checked on rank 0, which ends the run for all ranks."""
         if self.job.corpus is None or self._text_stamp is None or (now := self.job.corpus.stamp()) == self._text_stamp:
             return
-        with self.world.pace.untimed():
+        with self.world.pace.untimed("check of the data files"):
             if is_unchanged(self.job.corpus):  # touched, or copied over itself
                 self._text_stamp = now
                 return
