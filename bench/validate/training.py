@@ -1,8 +1,8 @@
 """`scripts/validate training`: published training steps of 2022 to 2025 beside what `shardwise plan` predicts of their layouts.
 
-In: `training_2022_2025.csv` (source, model, devices, layout, seconds or OOM). Out: docs/benchmarks/training.md, with every row, and the errors by
-source for docs/validation.md. Each row is priced by the function behind `shardwise plan --layout`, with the efficiency set of the software that
-its source ran, named in `SOURCES`.
+In: `training_2022_2025.csv` (source, model, devices, layout, seconds or OOM). Out: docs/benchmarks/training.md, with every row, and the errors
+by source for docs/validation.md. Each row is priced by the function behind `shardwise plan --layout`, with the efficiency set of the software
+that its source ran, named in `SOURCES`.
 """
 
 from __future__ import annotations

@@ -99,9 +99,8 @@ class EfficiencySet:
     `attention_head`/d)) of that, backward at `attention_backward` of forward's rate; the fused softmax of saved scores needs a multiple of
     `softmax_batches` heads, other numbers use the slow kernel (0: no restriction). `launch_s`: host time of a kernel. `tensor`: time of
     tensor-parallel collectives relative to the library's own; `tensor_overlap`: fraction of the backward ones that overlaps with weight
-    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients, `main_gradient_bytes` of those of bfloat16;
-    `accumulate_bytes`: moved
-    per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter and step. `overlap`: fraction of the last
+    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients, `main_gradient_bytes` of
+    those of bfloat16; `accumulate_bytes`: moved per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter and step. `overlap`: fraction of the last
     backward that gradient reduction overlaps with; overlapped communication takes `contention` of its own time from compute, since both
     share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
     relative standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory
