@@ -138,6 +138,7 @@ class EfficiencySet:
     accumulate_bytes: float = 6.0
     optimizer_bytes: float = 30.0
     overlap: float = 0.0
+    zero_overlap: float = 0.7  # as in DeepSpeed; assumed
     contention: float = 0.0
     exposed_sends: float = 1.0
     step_s: float = 1e-3
