@@ -31,6 +31,7 @@ NAMES = {
     "plan": ("planning", "how long planning takes, and how that grows"),
     "planned": ("planning", "the plan chosen against the best of all plans run, over emulated networks (needs root)"),
     "memory": ("memory", "the fullest rank's memory, predicted against measured: 35 architectures in eight layouts"),
+    "audit": ("audit", "audits of right and wrong training scripts of many frameworks, each with the verdict that it should get"),
     "serve": ("serving", "placements of workflows: price beside others, planning time"),
     "tiers": ("serving", "plans at work between network namespaces with shaped links, beside what was planned (needs root)"),
     "tensor-plans": ("planning", "where shardwise cuts weights beside the tensor plans that transformers ships, 144 models"),

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli import (
+    audit,
     cache,
     check,
     checkpoint,
@@ -90,6 +91,7 @@ app.command("compare")(compare.compare)
 app.command("scaling")(scaling.scaling)
 app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
+app.command("audit")(audit.audit_scripts)
 app.command("prove")(prove.prove)
 app.command("simulate")(simulate.simulate)
 app.command("schedule")(schedule.schedule)

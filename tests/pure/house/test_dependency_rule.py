@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "world": DATA,
     "lower": RANKS,
     "run": RANKS | {"lower"},
+    "audit": BASE,
     "train": RANKS | {"lower", "run", "zoo"},
 }
 DIVIDED = ("serve",)  # rooms whose subrooms are parts of their own
@@ -67,11 +68,11 @@ EXTRA = {f"cluster/probe/{name}.py": {"world"} for name in ("measure", "operator
 # `Cluster.parse` is public: it finds clusters by name.
 PUBLIC_CIRCLES = (("cluster/cluster.py", "cluster/find.py"),)
 
-TORCH_PARTS = {"adapters", "capture", "serve/deploy", "zoo", "world", "lower", "run", "train"}
+TORCH_PARTS = {"adapters", "audit", "capture", "serve/deploy", "zoo", "world", "lower", "run", "train"}
 TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_loop_verify.py", "api_prove.py"}
 ENVIRONMENT_FILES = (
     "cli/", "world/launch/launch", "world/launch/prepared_rank", "world/launch/fork_server", "world/launch/current", "capture/cache/store",
-    "run/gradients/replica_watch", "api_loop_verify",
+    "run/gradients/replica_watch", "api_loop_verify", "audit/record/", "audit/hook/",
 )  # fmt: skip
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for shardwise.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

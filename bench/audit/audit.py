@@ -1,0 +1,113 @@
+"""`scripts/bench audit`: audits of right and wrong training scripts of many frameworks, each with the verdict that it should get.
+
+`--repeats N`: every right script N times with other weights and samples; none may be called wrong. Scripts run in forks of one process
+that has imported torch. A framework that is not installed is named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.audit.cases import RIGHT, WRONG, AuditCase
+from bench.audit.forked import record_script
+from shardwise.audit.compare import compare_records
+from shardwise.audit.difference import AuditResult
+from shardwise.audit.run import AuditOptions
+from shardwise.errors import RunError
+
+
+class CaseAuditor:
+    """Audits cases in a folder; serial runs are recorded once for all cases that share them."""
+
+    def __init__(self, folder: Path, options: AuditOptions) -> None:
+        self.folder, self.options, self._serial = folder, options, dict[str, Any]()
+
+    def audit(self, case: AuditCase, seed: int = 0) -> AuditResult:
+        """Audit a case with weights and samples of a seed."""
+        command = f"{case.script} {case.serial} --seed {seed}"
+        if command not in self._serial:
+            self._serial[command] = self._record_serial(command, self.folder / f"serial{len(self._serial)}")
+        place = self.folder / "parallel"
+        shutil.rmtree(place, ignore_errors=True)
+        plain, perturbed = self._serial[command]
+        ranks = record_script(f"{case.script} {case.parallel} --seed {seed}", case.ranks, place, self.options)
+        return compare_records(plain, perturbed, ranks)
+
+    def _record_serial(self, command: str, place: Path) -> tuple[Any, list[Any]]:
+        plain = record_script(command, 1, place / "0", self.options)
+        unit = plain[0][0].coarsest
+        noise = [record_script(command, 1, place / str(i), self.options, (i, unit)) for i in range(1, self.options.noise_runs + 1)]
+        return plain, noise
+
+    def forget_serial(self) -> None:
+        """Remove the serial records, which no later case needs."""
+        self._serial.clear()
+        for place in self.folder.glob("serial*"):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def judge_case(case: AuditCase, result: AuditResult) -> str:
+    """Return what is wrong with a diagnosis; empty where it is right."""
+    text = " ".join(d.text for d in result.differences)
+    if result.verdict != case.verdict:
+        return f"{result.verdict}, not {case.verdict}: {text}"
+    absent = [words for words in case.says if words not in text]
+    return f"does not say {', '.join(map(repr, absent))}: {text}" if absent else ""
+
+
+def run_case(auditor: CaseAuditor, case: AuditCase, repeats: int) -> dict[str, Any]:
+    """Audit a case; returns a row of the table."""
+    row: dict[str, Any] = {"name": case.name, "script": f"{case.script} {case.parallel}".strip(), "expected": case.verdict}
+    if case.needs and importlib.util.find_spec(case.needs) is None:
+        return {**row, "skipped": f"{case.needs} is not installed"}
+    began, wrong = time.perf_counter(), []
+    result = AuditResult()
+    for seed in range(repeats):
+        try:
+            result = auditor.audit(case, seed)
+        except RunError as error:
+            wrong.append(f"seed {seed}: {error}")
+            continue
+        complaint = judge_case(case, result)
+        wrong += [f"seed {seed}: {complaint}"] if complaint else []
+        if seed == 0:
+            first = result.differences[0].text if result.differences else ""
+            row |= {"verdict": result.verdict, "text": first, "noise": result.noise.gradients, "accepted": result.noise.largest_accepted}
+    return {**row, "runs": repeats, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Audit all cases and print a row of each."""
+    parser = argparse.ArgumentParser(prog="scripts/bench audit", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each right script, with other weights and samples each")
+    parser.add_argument("--only", default="", help="cases whose name or script has this word")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
+    options = parser.parse_args(arguments)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        auditor = CaseAuditor(Path(folder), AuditOptions())
+        for case in (*RIGHT, *WRONG):
+            if options.only not in f"{case.name} {case.script} {case.parallel}":
+                continue
+            row = run_case(auditor, case, options.repeats if case.verdict == "equal" else 1)
+            rows.append(row)
+            state = row.get("skipped") or ("WRONG" if row["wrong"] else "ok")
+            print(f"{state:8} {case.name}: {row.get('verdict', '')} {row.get('text', '')}".rstrip(), flush=True)
+            for complaint in row.get("wrong", ()):
+                print(f"         {complaint}", flush=True)
+            if options.repeats > 1:
+                auditor.forget_serial()
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    ran = [row for row in rows if "skipped" not in row]
+    bad = sum(bool(row["wrong"]) for row in ran)
+    print(f"{len(ran) - bad} of {len(ran)} scripts diagnosed rightly, {len(rows) - len(ran)} left out")
+    return 1 if bad else 0
