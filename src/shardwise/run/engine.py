@@ -90,8 +90,7 @@ class Engine(CheckpointMixin):
         """
         self.plan, self.world = plan, world
         set_matmul_precision(plan.layout.precision, world.device)
-        self.memory = accounts_of(world.device, device.memory_limit_bytes)
-        self.optimizer_spec = OptimizerSpec.of(optimizer)
+        self.memory, self.optimizer_spec = accounts_of(world.device, device.memory_limit_bytes), OptimizerSpec.of(optimizer)
         if not isinstance(model, ModelSource) and seed is not None:
             torch.manual_seed(seed)
         source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
