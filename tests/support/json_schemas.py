@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sys
 import tempfile
 from contextlib import chdir, redirect_stderr
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 
+from shardwise.audit.record.page import Page
+from shardwise.audit.record.placement import take_shard
 from shardwise.cli import run
 from shardwise.run.checkpoint import full_shard, save
 
@@ -41,20 +44,33 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "checkpoint-inspect": ("checkpoint inspect saved",),
     "checkpoint-verify": ("checkpoint verify saved",),
     "checkpoint-convert": ("checkpoint convert saved converted{number} --to safetensors",),
+    "audit": tuple(
+        f"audit --serial true --folder audit --parallel \"sh -c 'cp -r {run}/. $SHARDWISE_AUDIT_FOLDER'\"" for run in ("same", "other")
+    ),
     "serve-plan": ("serve plan {root}/examples/serve/vqa.toml --accuracy 56 --brief",),
     "error": ("plan gpt-10n --cluster 1xcpu-2 --batch 8", "plan gpt-tiny --cluster 1xcpu-2 --batch 8 --layout data=3"),
 }
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make what the commands read: a collective, and a checkpoint."""
+    """Make what the commands read: a collective, a checkpoint, and records of runs for an audit."""
+    for run, factor in (("audit/serial", 1.0), ("audit/noise1", 1.0000001), ("audit/noise2", 0.9999999), ("same", 1.0), ("other", 2.0)):
+        _record_run(folder / run, factor)
     (folder / "swap.txt").write_text(SWAP)
     save(folder / "saved", 1, [full_shard("w", "parameter", torch.ones(2))])
 
 
+def _record_run(folder: Path, factor: float) -> None:
+    """Write the record of two steps of one rank, whose gradients are `factor` times those of the serial run."""
+    for number in range(3):
+        weight, gradient = torch.tensor([1.0 - 0.1 * number, 2.0]), torch.tensor([factor, 0.5 * factor])
+        page = Page({"w": take_shard(weight)}, {"w": take_shard(gradient)}, aliases={"w": ["w"]}, losses=[1.0], coarsest="float32")
+        page.write(str(folder / "rank0"), number, 0, 1)
+
+
 def answer_of(command: str, folder: Path, number: int = 0) -> Any:
     """The object that a command writes to the descriptor of standard output, in this process."""
-    words = command.format(root=ROOT, number=number).split()
+    words = shlex.split(command.format(root=ROOT, number=number))
     with tempfile.TemporaryFile() as file, chdir(folder):
         sys.stdout.flush()
         before = os.dup(1)

@@ -93,4 +93,5 @@ def _replace_dropout(recorder: Recorder) -> None:
     def attend_without_dropout(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:
         return attention(query, key, value, attn_mask, dropout_p if torch.compiler.is_compiling() else 0.0, **kwargs)
 
-    F.dropout, F.scaled_dot_product_attention = draw_and_pass, attend_without_dropout
+    F.dropout = draw_and_pass
+    F.scaled_dot_product_attention = attend_without_dropout  # type: ignore[assignment]
