@@ -54,8 +54,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 def prepare_folder(folder: Path) -> None:
     """Make what the commands read: a collective, a checkpoint, and records of runs for an audit."""
-    for run, factor in (("audit/serial", 1.0), ("audit/noise1", 1.0000001), ("audit/noise2", 0.9999999), ("same", 1.0), ("other", 2.0)):
-        _record_run(folder / run, factor)
+    for name, factor in (("audit/serial", 1.0), ("audit/noise1", 1.0000001), ("audit/noise2", 0.9999999), ("same", 1.0), ("other", 2.0)):
+        _record_run(folder / name, factor)
     (folder / "swap.txt").write_text(SWAP)
     save(folder / "saved", 1, [full_shard("w", "parameter", torch.ones(2))])
 
