@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
-from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 import shardwise
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 PROJECT = {f"project/{page.lower()}": f"{page}.md" for page in ("README", "DESIGN", "CHANGELOG", "CONTRIBUTING")}
 
 project, author, copyright = "shardwise", "shardwise contributors", "shardwise contributors, Apache-2.0"
 version = release = shardwise.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "flowchart"]
 exclude_patterns = ["_build"]
+myst_enable_extensions = ["deflist"]  # `data=N` and below it `: N replicas`, as in layouts.md
+myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
 nb_execution_mode = "cache"  # a tutorial runs again when its text has changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
@@ -59,5 +63,4 @@ def _source_read(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    app.add_lexer("mermaid", TextLexer)  # the picture of the rooms is text here
     app.connect("source-read", _source_read)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.audit.cases import RIGHT, WRONG, AuditCase
-from bench.audit.forked import record_script
+from bench.audit.forked import preload_modules, record_script
 from shardwise.audit.compare import compare_records
 from shardwise.audit.difference import AuditResult
 from shardwise.audit.run import AuditOptions
@@ -92,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args(arguments)
     rows = []
+    preload_modules()
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         auditor = CaseAuditor(Path(folder), AuditOptions())
         for case in (*RIGHT, *WRONG):

@@ -81,8 +81,7 @@ def unseen() -> list[Run]:
 def pricer(run: Run) -> Pricer:
     gpus = run.layout.data
     graph = gpt(run.hidden, run.layers, run.heads, run.sequence, VOCABULARY, 2)
-    layer_bytes = 12.0 * run.hidden**2 * 4  # gradients of a layer, which FSDP scatters at once
-    return Pricer(graph, Cluster.parse(f"{max(1, gpus // 8)}x{MACHINES[run.gpu]}"), run.batch, bucket_bytes=layer_bytes)
+    return Pricer(graph, Cluster.parse(f"{max(1, gpus // 8)}x{MACHINES[run.gpu]}"), run.batch)
 
 
 def stacks(found: Mapping[str, float]) -> dict[str, EfficiencySet]:

@@ -96,16 +96,17 @@ def listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def document(rows: Sequence[Row]) -> str:
-    """The table as Markdown."""
+def document(rows: Sequence[Row], name: str = "verify") -> str:
+    """The table as Markdown. `name`: of the page, and of its data."""
     by_model: dict[str, list[Row]] = {}
     for row in rows:
         by_model.setdefault(row.model, []).append(row)
     equal = [row for row in rows if row.status == "equal"]
     lines = [
-        "# Parallel equals serial",
+        "# Parallel equals serial: models of other people's kinds" if name == "outside" else "# Parallel equals serial",
         "",
-        "`scripts/verify_all --document FILE`: models under factorisations data x tensor x pipeline of "
+        f"`scripts/verify_all {'--outside --random N ' if name == 'outside' else ''}--document FILE`: models "
+        "under factorisations data x tensor x pipeline of "
         f"{listed(sorted({Layout.parse(row.layout).num_ranks for row in rows}))} ranks. Loss, every "
         "gradient (inputs included), and every weight and buffer after two AdamW steps in float64 are compared with plain PyTorch in one "
         f"process; the tolerance is {TOLERANCE:.0e} relative. `free links` and `dear links` are prices by which more tensors are cut than "
@@ -119,15 +120,15 @@ def document(rows: Sequence[Row]) -> str:
         "| model | equal | worst error | refused | differs or failed | computed whole, for want of a rule |",
         "|---|---|---|---|---|---|",
     ]
-    for name, mine in by_model.items():
+    for model, mine in by_model.items():
         good = [r for r in mine if r.status == "equal"]
         whole = sorted({op for r in mine for op in r.replicated})
         lines.append(
-            f"| {name} | {len(good)} | {max((r.error for r in good), default=0.0):.1e} | {sum(r.status == 'refused' for r in mine)} | "
+            f"| {model} | {len(good)} | {max((r.error for r in good), default=0.0):.1e} | {sum(r.status == 'refused' for r in mine)} | "
             f"{sum(r.status in ('differs', 'failed') for r in mine)} | {', '.join(whole[:4])}{' ...' if len(whole) > 4 else ''} |"
         )
     lines += refusals(rows)
-    lines += ["", "Every case: [data/verify.csv](data/verify.csv)."]
+    lines += ["", f"Every case: [data/{name}.csv](data/{name}.csv)."]
     return "\n".join(lines) + "\n"
 
 
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str]) -> int:
     total_s = time.perf_counter() - began
     if given.document:
         page = Path(given.document)
-        page.write_text(document(rows), encoding="utf-8")
+        page.write_text(document(rows, page.stem), encoding="utf-8")
         data = page.parent / "data" / f"{page.stem}.csv"
         data.parent.mkdir(exist_ok=True)
         data.write_text(cases_csv(rows), encoding="utf-8")

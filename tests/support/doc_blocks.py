@@ -4,6 +4,7 @@ A block is run unless the line before it says otherwise, in a comment that reade
 
     <!-- long: why -->      only the long suite runs it
     <!-- not run: why -->   it needs what is not here: many machines, the network, hours
+    <!-- migration: ... -->  tests/ranks/run/test_migrations.py runs it, in the place of this module
 
 Blocks of one page are run in order in one folder, which has `examples/`, a Hugging Face configuration and a text. A block of Python, text
 or TOML is saved under the name that the commands below it use; Python is all of its section so far, as a reader has it in the file by then.

@@ -21,7 +21,7 @@ from shardwise.plan.ir.custom_schedule import actions_of, is_schedule_file
 from shardwise.plan.ir.grid import normalize_grid
 from shardwise.plan.ir.schedule_sizes import CHUNKED
 from shardwise.plan.layout import KEYS, Layout
-from shardwise.plan.layout_words import CHOICES, refuse_word
+from shardwise.plan.layout_words import CHOICES, refuse_word, resolve_aliases
 from shardwise.plan.plan import Plan
 from shardwise.plan.residency import Residency, refuse_segment
 from shardwise.plan.unequal_ranks import parse_inner
@@ -70,10 +70,11 @@ def parse_changes(words: Sequence[str]) -> tuple[RequestedChange, ...]:
     """
     keys = (*NON_LAYOUT_KEYS, *KEYS)
     changes: list[RequestedChange] = []
-    for word in (w for text in words for w in text.replace(",", " ").split()):
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise UsageError(f"{word!r} is not KEY=VALUE; for example gpus=128, seq=8192 or zero=3")
+    pairs = [word.partition("=")[::2] for text in words for word in text.replace(",", " ").split()]
+    for key, value in resolve_aliases(pairs):
+        word = f"{key}={value}"
+        if not value:
+            raise UsageError(f"{key!r} is not KEY=VALUE; for example gpus=128, seq=8192 or zero=3")
         if key not in keys:
             raise UsageError(f"unknown change {word}{did_you_mean(key, keys)}; known: {', '.join(keys)}")
         if any(change.key == key for change in changes):

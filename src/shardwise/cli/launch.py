@@ -66,10 +66,10 @@ def launch(  # noqa: PLR0913
             from shardwise.cli.launchers import manifests  # here: the command starts fast
 
             text = manifests.kubernetes_manifest(job, image) if kubernetes else manifests.skypilot_task(job)
-            _write(text, target, out, is_secret=True)
+            _write(text, job, target, out, is_secret=True)
         else:
             code = _run_job(job, names, ray, address, port)
-            out.answer({"exit_code": code, "ranks": job.num_ranks, "run_folder": job.run_folder})
+            out.answer({**_job_record(job), "exit_code": code})
             raise typer.Exit(code)
 
 
@@ -88,19 +88,24 @@ def _launch_slurm(job: LaunchJob, sbatch_options: list[str], target: Path | None
 
     slurm.job_folder(job).mkdir(parents=True, exist_ok=True)  # SLURM does not create it
     if target is not None:
-        _write(slurm.batch_script(job, sbatch_options), target, out)
+        _write(slurm.batch_script(job, sbatch_options), job, target, out)
         return
     file = slurm.job_folder(job) / "job.sh"
     number = slurm.submit_job(job, file, sbatch_options)
     out.message(f"job {number}: {job.num_hosts} hosts with {job.ranks_per_host} ranks each, {file}; `squeue -j {number}` shows it")
-    out.answer({"job": number, "file": str(file), "ranks": job.num_ranks, "run_folder": job.run_folder})
+    out.answer({**_job_record(job), "file": str(file), "job": number})
 
 
-def _write(text: str, target: Path | None, out: CommandOutput, is_secret: bool = False) -> None:
+def _job_record(job: LaunchJob) -> dict[str, object]:
+    """Return the keys that every answer has, wherever the job is started."""
+    return {"file": "", "ranks": job.num_ranks, "run_folder": job.run_folder}
+
+
+def _write(text: str, job: LaunchJob, target: Path | None, out: CommandOutput, is_secret: bool = False) -> None:
     """Show a text, or write it to a file; a secret one then is nowhere else."""
     if target is None:
         out.text(text.rstrip("\n"))
     else:
         write_file(target, text, is_secret)
         out.message(f"written to {target}" + (", which only you may read: it has the run's token" if is_secret else ""))
-    out.answer({"file": str(target or ""), "text": "" if is_secret and target is not None else text})
+    out.answer({**_job_record(job), "file": str(target or ""), "text": "" if is_secret and target is not None else text})

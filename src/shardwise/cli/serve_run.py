@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
     from shardwise.serve.deploy.load_trial import LoadTrial
-    from shardwise.serve.deploy.server import Server
+    from shardwise.serve.deploy.server import PlanChange, Server
 
 _EMULATE = "Let every worker take as long as the plan says, times this: a plan for many machines runs on one."
 _LOAD = "Send requests for so many seconds, say what was measured beside what was planned, and end."
@@ -119,22 +120,30 @@ def _run_trial(out: CommandOutput, server: Server, seconds: float, rate: float, 
     with out.working(f"sending {rate:g} requests/s for {seconds:g} s"):
         trial = run_load_trial(server, RequestLoad(rate, seconds), requests, labels, kill)
     _show_trial(out, server, trial, rate)
+    out.answer(trial_record(trial, server.changes))
     answers = trial.result
-    out.answer(
-        {
-            "sent": answers.num_sent, "answered": len(answers.latency_s), "refused": answers.num_refused, "held": answers.num_skipped,
-                "lost": trial.num_unanswered,
-            "failures": answers.failures[:10], "latency_bound_s": trial.latency_bound_s or None,
-            "rows": [{"what": r.quantity, "planned": r.planned, "measured": r.measured, "error": r.error,
-            "unit": r.unit} for r in trial.rows],
-            "changes": [{"why": c.reason, "planned_s": c.planning_s, "seconds": c.total_s, "price_per_hour": c.plan.price_per_hour}
-                        for c in server.changes],
-        }
-    )  # fmt: skip
     if trial.num_unanswered:
         first = answers.failures[0] if answers.failures else "no answer"
         out.message(f"{trial.num_unanswered} of {answers.num_sent} requests were lost; the first: {first}")
         raise typer.Exit(RunError.exit_code)
+
+
+def trial_record(trial: LoadTrial, changes: Sequence[PlanChange]) -> dict[str, Any]:
+    """Return the JSON object of `shardwise serve run --load`."""
+    answers = trial.result
+    return {
+        "sent": answers.num_sent,
+        "answered": len(answers.latency_s),
+        "refused": answers.num_refused,
+        "held": answers.num_skipped,
+        "lost": trial.num_unanswered,
+        "failures": answers.failures[:10],
+        "latency_bound_s": trial.latency_bound_s or None,
+        "rows": [{"what": r.quantity, "planned": r.planned, "measured": r.measured, "error": r.error, "unit": r.unit} for r in trial.rows],
+        "changes": [
+            {"why": c.reason, "planned_s": c.planning_s, "seconds": c.total_s, "price_per_hour": c.plan.price_per_hour} for c in changes
+        ],
+    }
 
 
 def _show_trial(out: CommandOutput, server: Server, trial: LoadTrial, rate: float) -> None:

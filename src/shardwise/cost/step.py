@@ -23,7 +23,7 @@ from shardwise.cost.network.network import send_s, split_by_host
 from shardwise.cost.operators.operators import OperatorPricer
 from shardwise.cost.operators.sharded_inventory import even_sites
 from shardwise.cost.stages.base import LayerCost, StageBaseCost, UnlayeredCost, copy_for_stage, stage_base_cost
-from shardwise.cost.stages.gradients import gradient_reduction_s, replica_reduction_s
+from shardwise.cost.stages.gradients import MIN_GAIN, best_bucket_bytes, gradient_reduction_s, replica_reduction_s
 from shardwise.cost.stages.section_cache import CostClasses, SectionCache
 from shardwise.cost.stages.stage import StageCost, combine_stage_memory
 from shardwise.errors import Infeasible
@@ -33,7 +33,7 @@ from shardwise.model.stages.stages import Stage, StageCut, batch_only_operators,
 from shardwise.model.work import MATMUL_KINDS
 from shardwise.plan.ir.axis import DATA
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import MemoryBreakdown, Prediction
+from shardwise.plan.plan import BUCKET_BYTES, MemoryBreakdown, Prediction
 from shardwise.schedules import schedule_of
 
 __all__ = ["Pricer", "StageCost", "combine_stage_memory"]
@@ -58,6 +58,7 @@ class Pricer(OperatorPricer):
     _sections: dict[tuple[object, ...], SectionCache] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
     _bases: dict[tuple[object, ...], dict[int, StageBaseCost]] = field(default_factory=dict)
+    _bucket_sizes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _smaller: dict[int, Pricer] = field(default_factory=dict)
     _busy: dict[tuple[int, int], Pricer] = field(default_factory=dict)
 
@@ -85,6 +86,7 @@ class Pricer(OperatorPricer):
             send_bounds={},
             _times={},
             _bases={},
+            _bucket_sizes={},
             _smaller={},
             _busy={},
         )
@@ -100,7 +102,48 @@ class Pricer(OperatorPricer):
 
     def with_buckets(self, bucket_bytes: float) -> Pricer:
         """Return a pricer with another size of gradient buckets."""
-        return self._with_shared_caches(replace(self, bucket_bytes=bucket_bytes, _busy={}))
+        return self._with_shared_caches(replace(self, bucket_bytes=bucket_bytes, _busy={}, _smaller={}))
+
+    @cached_property
+    def with_default_buckets(self) -> Pricer:
+        """A pricer with buckets of the default size, for pipelines whose stages choose none in common."""
+        return self if self.bucket_bytes else self.with_buckets(BUCKET_BYTES)
+
+    def with_buckets_of(self, other: Pricer, layout: Layout, sites: Sequence[str] = ()) -> Pricer:
+        """Return a pricer with the buckets that `other` prices a layout with: a run has the same for all its microbatches."""
+        return self if self.bucket_bytes else self.with_buckets(other.bucket_size(layout, sites))
+
+    def bucket_size(self, layout: Layout, sites: Sequence[str] = (), min_gain: float = MIN_GAIN) -> float:
+        """Return the bytes of a bucket of gradients that a layout is priced and planned with, for the stages that begin at `sites`.
+
+        It is the given size, or the one with the least exposed reduction while layers are neither recomputed nor offloaded; the default
+        where reductions do not overlap: between ranks of one host, where small tensors of a measured table look faster because they stay
+        in caches, unlike those of a step.
+        """
+        if self.bucket_bytes:
+            return self.bucket_bytes
+        if layout.stage_ranks == 1 or layout.inner or not self.devices.overlap(layout) or len(sites) + 1 not in (1, layout.num_stages):
+            return BUCKET_BYTES
+        schedule = schedule_of(layout)
+        key = (
+            self._bases_key(layout, sites), layout.zero, layout.servers, layout.compress, layout.staleness, layout.all_reduce,
+            schedule.stages_of, min_gain,
+        )  # fmt: skip
+        if key not in self._bucket_sizes:
+            bases = self._bases_of(layout, sites, None)
+
+            def exposed_s(bucket_bytes: float) -> float:
+                cache: dict[tuple[int, int], float] = {}
+                for i, base in bases:
+                    place = base.first_equal, i // layout.pipeline
+                    if place not in cache:
+                        after_s, inside = self._reduction_s(layout, i, base, base.compute, base.collectives, bucket_bytes)
+                        cache[place] = layout.microbatches * inside.total + after_s
+                seconds = [cache[base.first_equal, i // layout.pipeline] for i, base in bases]
+                return max(sum(seconds[s] for s in mine) for mine in schedule.stages_of) if len(seconds) > 1 else seconds[0]
+
+            self._bucket_sizes[key] = best_bucket_bytes(exposed_s, min_gain)
+        return self._bucket_sizes[key]
 
     def _with_shared_caches(self, pricer: Pricer) -> Pricer:
         shared = ("inventory", "operator_facts", "cuts", "_first_reads", "_narrow", "_flops", "weighted")
@@ -162,23 +205,26 @@ class Pricer(OperatorPricer):
         """
         is_distinct = layout.residency.is_partial or schedule_of(layout).has_replicas  # equal stages may still differ
         cache: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
-        stage_costs = []
+        bucket, stage_costs = self.bucket_size(layout, sites), []
         for i, base in self._bases_of(layout, sites, only):
             index = i if place is None else place
             key = (i, index) if is_distinct else (base.first_equal, index // layout.pipeline)
             if key not in cache:
-                cache[key] = self._seconds(layout, index, base)
-            stage_costs.append(StageCost(*cache[key], self._memory(layout, index, base), base.weight_s))
+                cache[key] = self._seconds(layout, index, base, bucket)
+            stage_costs.append(StageCost(*cache[key], self._memory(layout, index, base, bucket), base.weight_s))
         return tuple(stage_costs)
 
     def single_stage(self, layout: Layout) -> StageCost:
         """Return the cost of the whole model as one stage, without its memory: for bounds."""
         ((_, base),) = self._bases_of(layout, (), None)
-        return StageCost(*self._seconds(layout, 0, base), NO_MEMORY, base.weight_s)
+        # The whole model's best bucket bounds what any bucket of the stages costs; without a pipeline it is the price itself.
+        bucket = self.bucket_size(layout, (), MIN_GAIN if layout.pipeline == 1 else 0.0)
+        return StageCost(*self._seconds(layout, 0, base, bucket), NO_MEMORY, base.weight_s)
 
     def stage_memories(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[StageMemory, ...]:
         """Return the memory of the stages `only`, without their seconds."""
-        return tuple(self._memory(layout, i, base) for i, base in self._bases_of(layout, sites, only))
+        bucket = self.bucket_size(layout, sites)
+        return tuple(self._memory(layout, i, base, bucket) for i, base in self._bases_of(layout, sites, only))
 
     def layer_costs(self, layout: Layout, sites: Sequence[str], stage: int) -> tuple[LayerCost, ...]:
         """Return the layers of a stage that can be recomputed or offloaded, in order; a stage without numbered blocks is one layer."""
@@ -193,14 +239,11 @@ class Pricer(OperatorPricer):
     def stage_state(self, layout: Layout, sites: Sequence[str], stage: int) -> StageState:
         """Return the memory of a stage for one microbatch under the layout's recomputation and offload."""
         ((_, base),) = self._bases_of(layout, sites, (stage,))
-        return self._state(layout, base)
+        return self._state(layout, base, self.bucket_size(layout, sites))
 
     def _bases_of(self, layout: Layout, sites: Sequence[str], only: Sequence[int] | None) -> list[tuple[int, StageBaseCost]]:
         positions = self._pipeline_positions(layout)
-        key = (*self._canonical_key(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile,
-            layout.threads,
-               layout.batch_norm, layout.shares, tuple(sites), positions, layout.begins)  # fmt: skip
-        bases, stages = self._bases.setdefault(key, {}), self.stages_at(sites)
+        bases, stages = self._bases.setdefault(self._bases_key(layout, sites), {}), self.stages_at(sites)
         wanted = only or range(len(stages))
         if any(i not in bases for i in wanted):
             sections = self._sections_of(layout, tuple(sites))
@@ -224,6 +267,13 @@ class Pricer(OperatorPricer):
                     bases[i] = copy_for_stage(bases[first], i, partial(names, i), cache(partial(base_at, i)))
         return [(i, bases[i]) for i in wanted]
 
+    def _bases_key(self, layout: Layout, sites: Sequence[str]) -> tuple[object, ...]:
+        """Return what the base costs of stages depend on."""
+        return (
+            *self._canonical_key(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
+            layout.batch_norm, layout.shares, tuple(sites), self._pipeline_positions(layout), layout.begins,
+        )  # fmt: skip
+
     def _pipeline_positions(self, layout: Layout) -> tuple[int, ...]:
         """[stage] -> its pipeline rank under the schedule; () if that does not affect costs."""
         matters = layout.pipeline > 1 and self.devices.exposed_send_fraction
@@ -246,32 +296,44 @@ class Pricer(OperatorPricer):
         works, operators = self.inventory.works, self.graph.operators
         return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
 
-    def _seconds(self, layout: Layout, index: int, base: StageBaseCost) -> tuple[Seconds, Seconds, float, float]:
+    def _seconds(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> tuple[Seconds, Seconds, float, float]:
         """Return (compute, collectives) of a stage for one microbatch, and (gradient reduction, optimizer) of a step."""
         busy, network = base.compute, base.collectives
-        widths = self.devices.widths(layout.precision)
         if layout.recomputes_layers:
             block = base.recomputed(layout.residency)
             busy = Seconds(busy.forward, busy.backward + block.forward)
             network = Seconds(network.forward, network.backward + block.backward)
         elif layout.recompute == "selective":
             busy = Seconds(busy.forward, busy.backward + base.scores_s)
-        trained = base.state.num_trainable
-        updated = (trained + base.state.num_remote_experts) / layout.weight_ranks if layout.zero else trained / max(1, layout.servers)
-        optimizer = self.devices.optimizer_s(layout, updated, self.optimizer_states)
         if layout.offloads_layers:
-            busy = self.devices.copies(layout).with_copies(busy, self._state(layout, base).offloaded_bytes)
-        # Reductions of every chunk but the first overlap with the backward of the other chunks of p microbatches.
-        backward_s = busy.backward + network.backward
-        window = backward_s * (layout.pipeline if index >= layout.pipeline else 1)
-        step = layout.microbatches * (busy + network).total + optimizer
-        summing, inside = gradient_reduction_s(self, layout, base.gradient_volume, widths, window, backward_s, step)
+            busy = self.devices.copies(layout).with_copies(busy, self._state(layout, base, bucket).offloaded_bytes)
+        optimizer = self._optimizer_s(layout, base)
+        summing, inside = self._reduction_s(layout, index, base, busy, network, bucket)
+        widths = self.devices.widths(layout.precision)
         summing += replica_reduction_s(self, layout, index, base.gradient_volume, widths) + self._statistics_s(layout)
         network += inside
         if network.total > 0:  # ranks synchronise inside layers
             waits = self.devices.layer_collectives(layout).wait_fraction
             network += Seconds(waits * busy.forward, waits * busy.backward)
         return busy, network, summing, optimizer
+
+    def _optimizer_s(self, layout: Layout, base: StageBaseCost) -> float:
+        """Seconds of a stage's update."""
+        trained = base.state.num_trainable
+        updated = (trained + base.state.num_remote_experts) / layout.weight_ranks if layout.zero else trained / max(1, layout.servers)
+        return self.devices.optimizer_s(layout, updated, self.optimizer_states)
+
+    def _reduction_s(
+        self, layout: Layout, index: int, base: StageBaseCost, busy: Seconds, network: Seconds, bucket: float
+    ) -> tuple[float, Seconds]:
+        """Return (exposed seconds of a stage's gradient reduction, exposed collectives of every microbatch), beside `busy` seconds of
+        compute and `network` seconds of collectives inside layers."""
+        # Reductions of every chunk but the first overlap with the backward of the other chunks of p microbatches.
+        backward_s = busy.backward + network.backward
+        window = backward_s * (layout.pipeline if index >= layout.pipeline else 1)
+        step = layout.microbatches * (busy + network).total + self._optimizer_s(layout, base)
+        widths = self.devices.widths(layout.precision)
+        return gradient_reduction_s(self, layout, base.gradient_volume, widths, bucket, window, backward_s, step)
 
     def _statistics_s(self, layout: Layout) -> float:
         """Seconds of reducing a stage's running statistics over replicas after a step (`run/gradients/deferred_buffers`)."""
@@ -286,13 +348,14 @@ class Pricer(OperatorPricer):
         written = {value for op in self.graph.operators for value in running_statistics_of(op)}
         return float(sum(self.graph.tensors[value].size for value in written))
 
-    def _state(self, layout: Layout, base: StageBaseCost) -> StageState:
+    def _state(self, layout: Layout, base: StageBaseCost, bucket: float) -> StageState:
         drops_scores = layout.recompute == "selective" and self.devices.recomputes_by_operator
         by_layer = layout.recomputes_layers or layout.offloads_layers or drops_scores
-        return base.by_layer(layout.residency) if by_layer else base.state
+        elements = bucket / self.devices.widths(layout.precision).gradient
+        return base.by_layer(layout.residency, elements) if by_layer else base.state_with(elements)
 
-    def _memory(self, layout: Layout, index: int, base: StageBaseCost) -> StageMemory:
-        state = self._state(layout, base)
+    def _memory(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> StageMemory:
+        state = replace(self._state(layout, base, bucket), bucket_bytes=bucket)
         defers_weights = (layout.recomputes_layers or layout.offloads_layers) and schedule_of(layout).splits_backward
         return memory_of(
             state, layout, index, self.devices.widths(layout.precision),

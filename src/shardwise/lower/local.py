@@ -24,7 +24,7 @@ from shardwise.model.graph import Operator, running_statistics_of, writes_buffer
 from shardwise.model.sharding.sharding import BranchOwners, redistribution_collectives
 from shardwise.model.stages.stages import Stage
 from shardwise.plan.ir.axis import axis_of
-from shardwise.plan.ir.placement import D, P, Placement, R, has_single_owner, is_shard
+from shardwise.plan.ir.placement import D, P, Placement, R, has_single_owner, is_disjoint_shard, is_shard
 from shardwise.plan.ir.transition import is_allowed_in_forward
 
 __all__ = ["LocalStage", "Lowering", "layer_of", "lower", "snapshot_buffer"]
@@ -221,7 +221,8 @@ class _StageLowering:
             for placement, rank_in_order in ((want[i], 3), (at[i], -1)):
                 if is_shard(placement) and at[i] != want[i] and any(placement in (at[j], want[j]) for j in range(len(at)) if j != i):
                     return rank_in_order, i
-        is_nested = is_shard(at[i]) and at.count(at[i]) > 1
+        own = at[i]
+        is_nested = is_shard(own) and any(is_disjoint_shard(form) and form.dim == own.dim for j, form in enumerate(at) if j != i)
         return (0 if at[i] is P else 1 if is_nested else 2), (-i if is_nested else i)
 
     def _reduce_on_read(self, value: str, x: fx.Node) -> fx.Node:

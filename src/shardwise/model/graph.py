@@ -58,6 +58,10 @@ class Graph:
     def variables(self) -> tuple[Variable, ...]:
         return (*self.parameters, *self.buffers, *self.inputs, *self.constants)
 
+    @property
+    def parameter_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(v.tensor.shape for v in self.parameters)
+
     @cached_property
     def num_parameters(self) -> int:
         return sum(v.tensor.size for v in self.parameters)

@@ -43,7 +43,7 @@ from shardwise.plan.ir.grid import axes_of, normalize_grid
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.program import Program
 from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
-from shardwise.plan.layout_words import CHOICES, KEY_ALIASES, refuse_words
+from shardwise.plan.layout_words import CHOICES, refuse_words, resolve_aliases
 from shardwise.plan.residency import Residency, refuse_segment
 from shardwise.plan.unequal_ranks import StageSizes, first_ranks_of_stages, format_shares, parse_inner, parse_shares
 
@@ -444,7 +444,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, files: Mapping[str, str] | None = None) -> Layout:
-        """Parse `key=value` words; keys not given keep their defaults.
+        """Parse `key=value` words, `tp=2 vpp=2` of other programs too; keys not given keep their defaults.
 
         Args:
             files: texts of files of actions, by name; a schedule that names another file is read from it.
@@ -458,13 +458,9 @@ class Layout:
         """
         types = {one.name: one.type for one in fields(cls) if one.name in KEYS}
         words: dict[str, int | str] = {}
-        for word in text.replace(",", " ").split():
-            key, eq, value = word.partition("=")
-            if not eq or not value:
-                raise LayoutError(f"layout word {word!r} is not key=value; for example data=2")
+        for key, value in resolve_aliases([_split_word(word) for word in text.replace(",", " ").split()]):
             if key not in types:
-                suggestion = f" (did you mean {KEY_ALIASES[key]}?)" if key in KEY_ALIASES else did_you_mean(key, tuple(types))
-                raise LayoutError(f"unknown layout key {key}{suggestion}; known: {', '.join(types)}")
+                raise LayoutError(f"unknown layout key {key}{did_you_mean(key, tuple(types))}; known: {', '.join(types)}")
             if key in words:
                 raise LayoutError(f"layout key {key} is given twice")
             if key == "tensor" and "x" in value:
@@ -486,6 +482,13 @@ KEYS = tuple(
     one.name for one in fields(Layout) if one.name not in ("grid", "actions", "collective", "begins")
 )  # those that a person writes
 DEFAULTS = {one.name: one.default for one in fields(Layout)}
+
+
+def _split_word(word: str) -> tuple[str, str]:
+    key, eq, value = word.partition("=")
+    if not eq or not value:
+        raise LayoutError(f"layout word {word!r} is not key=value; for example data=2")
+    return key, value
 
 
 def _raise_if_refused(reason: str) -> None:

@@ -1,8 +1,10 @@
-"""Words of a layout: the values of keys that are chosen by name, and names of keys in other programs."""
+"""Words of a layout: the values of keys that are chosen by name, and names of keys and values in other programs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from math import prod
 
 from shardwise.errors import did_you_mean
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH, SPLIT_FIXED
@@ -28,12 +30,51 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "compile": ("off", "on"),
     "split": (SPLIT_FIXED, SPLIT_BY_LENGTH),
 }
-# Names of keys in other programs.
+# Names of keys in other programs, lower case.
 KEY_ALIASES = {
-    "dp": "data", "ddp": "data", "replicas": "data", "tp": "tensor", "mp": "tensor", "pp": "pipeline", "stages": "pipeline",
-    "ep": "expert", "cp": "context", "sp": "sequence_parallel", "fsdp": "zero", "accumulation": "microbatches",
-    "checkpointing": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
+    "dp": "data", "ddp": "data", "replicas": "data", "data_parallel": "data", "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
+    "pp": "pipeline", "stages": "pipeline", "pipeline_parallel": "pipeline", "ep": "expert", "expert_parallel": "expert", "cp": "context",
+    "context_parallel": "context", "sp": "sequence_parallel", "vpp": "chunks", "vp": "chunks", "virtual_stages": "chunks",
+    "accumulation": "microbatches", "grad_accum": "microbatches", "gas": "microbatches", "zero_stage": "zero",
+    "checkpointing": "recompute", "ac": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
+_FULLY_SHARDED = ("fsdp", "hsdp")  # a number of replicas that share all state: data=N zero=3
+VALUE_ALIASES = {
+    "precision": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8", "fp64": "float64"},
+    "sequence_parallel": {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"},
+    "recompute": {"true": "full", "1": "full", "on": "full", "false": "none", "0": "none", "off": "none"},
+}
+
+
+def resolve_aliases(words: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Replace names of other programs in (key, value) words by a layout's; `fsdp` and `dp` together multiply, as in hybrid sharding.
+
+    >>> resolve_aliases([("tp", "8"), ("fsdp", "4"), ("dp", "2"), ("vpp", "2"), ("dtype", "bf16")])
+    [('tensor', '8'), ('data', '8'), ('zero', '3'), ('chunks', '2'), ('schedule', 'interleaved'), ('precision', 'bfloat16')]
+    """
+    if not any(_is_alias(key, value) for key, value in words):
+        return list(words)
+    given = {key for key, _ in words}
+    replicas = [value for key, value in words if key in ("dp", *_FULLY_SHARDED)]
+    factor = prod(int(value) for value in replicas) if len(replicas) == 2 and all(v.isdecimal() and len(v) < 5 for v in replicas) else 0
+    resolved: list[tuple[str, str]] = []
+    for key, value in words:
+        if key == "dp" and factor:
+            continue
+        if key in _FULLY_SHARDED:
+            if value not in ("off", "false"):
+                sizes = [] if value in ("on", "true") else [("data", str(factor or value))]
+                resolved += sizes if "zero" in given else [*sizes, ("zero", "3")]
+            continue
+        name = KEY_ALIASES.get(key, key)
+        resolved.append((name, VALUE_ALIASES.get(name, {}).get(value.lower(), value)))
+        if name == "chunks" and key != name and value != "1" and "schedule" not in given:
+            resolved.append(("schedule", "interleaved"))
+    return resolved
+
+
+def _is_alias(key: str, value: str) -> bool:
+    return key in KEY_ALIASES or key in _FULLY_SHARDED or value.lower() in VALUE_ALIASES.get(key, {})
 
 
 @cache

@@ -95,7 +95,8 @@ class Engine(CheckpointMixin):
             torch.manual_seed(seed)
         source = model if isinstance(model, ModelSource) else CachedModelSource.from_model(model)
         request = BuildRequest(plan, source, batch, loss, world, self.optimizer_spec, torch.initial_seed() if seed is None else seed)
-        self.rank_model = build_replicated(request) if plan.uncaptured else build_rank_model(request)
+        with self.memory.with_out_of_memory_error(world.rank):
+            self.rank_model = build_replicated(request) if plan.uncaptured else build_rank_model(request)
         warn_of_coupled_microbatches(plan.layout, self.rank_model.couplings, world.rank)
         self.mesh = plan.layout.mesh_of(world.rank)
         sharing = self.mesh.group(world.rank, *(cut := sample_axes(self.mesh.stage_axes)))  # ranks with different samples

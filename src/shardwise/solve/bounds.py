@@ -158,9 +158,8 @@ def layout_lower_bound_s(pricer: Pricer, layout: Layout, is_interleaved: bool) -
     single = pricer.single_stage(layout)
     _, remainder = pricer.remainder_pricer(layout)
     if layout.pipeline == 1:
-        return pricer.predict(
-            layout, (single,), (), remainder_costs=(remainder.single_stage(layout),) if remainder is not None else ()
-        ).step_time_s
+        smaller = (remainder.with_buckets_of(pricer, layout).single_stage(layout),) if remainder is not None else ()
+        return pricer.predict(layout, (single,), (), remainder_costs=smaller).step_time_s
     if remainder is not None:  # as if all microbatches were as small as the smallest
         single = remainder.single_stage(layout)
     microbatch_s = single.forward_s + single.backward_s + send_lower_bound_s(pricer, layout)

@@ -16,7 +16,6 @@ from itertools import permutations
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cluster.heterogeneous import reorder_parts
-from shardwise.cost.stages.gradients import best_bucket_bytes
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.balance import select_cuts
 from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, build_pricer
@@ -33,7 +32,7 @@ from shardwise.model.stages.stages import stage_links
 from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.check import check
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import LayoutCandidate, Plan
+from shardwise.plan.plan import BUCKET_BYTES, LayoutCandidate, Plan
 from shardwise.schedules import program_of
 from shardwise.solve.activation_memory.choose import describe_layer_choices
 from shardwise.solve.axis_candidates import (
@@ -154,7 +153,7 @@ def _plan(searched: BranchAndBound, best: PricedLayout, model: str, elsewhere: s
     sharding = pricer.sharding(max(stage_layouts, key=lambda one: one.tensor))  # stages with fewer tensor ranks shard the same
     shards = () if sharding is None else tuple((axis, names) for axis, names in sharding.shards.items() if axis != DATA and names)
     is_heterogeneous = isinstance(pricer, HeterogeneousPricer)
-    bucket_bytes = 0 if is_heterogeneous or best.layout.inner else best_bucket_bytes(pricer, best.layout, best.sites)
+    bucket_bytes = round(pricer.bucket_size(best.layout, best.sites))
     all_reduce = choose_gradient_all_reduce(cluster, best.layout)
     all_reduce_reason = "" if is_heterogeneous else explain_all_reduce(cluster, best.layout, all_reduce, bucket_bytes)
     chosen = explain_choices(best.layout, best.prediction, candidates, refused, cluster, by_hand=by_hand, bound_s=searched.bound_s)
@@ -169,7 +168,7 @@ def _plan(searched: BranchAndBound, best: PricedLayout, model: str, elsewhere: s
         (*chosen, *((("all_reduce", all_reduce_reason),) if all_reduce_reason else ()), *_plan_notes(pricer, best, elsewhere)),
         (*select_shown(candidates), *refused[:MAX_REFUSED]),
         () if sharding is None else sharding.replicated_sites,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes if bucket_bytes != BUCKET_BYTES else 0,
         bound_gap=best.prediction.step_time_s / searched.bound_s - 1 if searched.bound_s else None,
         sums=all_reduce,
     )

@@ -16,11 +16,9 @@ from shardwise.cost.network.collectives import algorithm_times
 from shardwise.cost.network.network import RankGroup, collective_s
 from shardwise.cost.stages.gradients import (
     ADD_BYTES,
-    BUCKET_BYTES,
     BUCKETS,
     ENCODE_BYTES,
     GradientVolume,
-    best_bucket_bytes,
     compressed_reduction_s,
     gradient_reduction_s,
 )
@@ -28,7 +26,7 @@ from shardwise.cost.step import Pricer
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.ir.compression import Compression
 from shardwise.plan.layout import Layout
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import BUCKET_BYTES, Plan, Prediction
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.solve.constraints import parse_constraints
 from shardwise.solve.search import search
@@ -198,7 +196,7 @@ def test_the_best_bucket_is_nearly_that_of_a_queue(latency_s: float, bandwidth: 
             [(end / size, collective_s(cluster, "all_reduce", each, group)) for end, each in zip(ends, sizes, strict=True)], window
         )
 
-    chosen = best_bucket_bytes(pricer, layout) or BUCKET_BYTES
+    chosen = pricer.bucket_size(layout)
     assert chosen in BUCKETS
     most = ceil(size / BUCKETS[0])
     best = min(queue(size / buckets) for buckets in range(1, most + 1))
@@ -209,6 +207,7 @@ def test_the_best_bucket_is_nearly_that_of_a_queue(latency_s: float, bandwidth: 
 
 
 BIG = gpt(6, hidden=256, batch=8)
+WIDE = gpt(3, hidden=2048, batch=8)
 
 
 def test_plans_carry_both_as_text() -> None:
@@ -227,9 +226,36 @@ def test_plans_carry_both_as_text() -> None:
 def test_a_plan_has_the_best_bucket() -> None:
     """Of a layout by hand as of a search."""
     cluster = hosts(1e-4, 1e9, 4)
-    want = best_bucket_bytes(Pricer(BIG, cluster, 16), Layout(data=4))
-    assert want
-    assert search(BIG, cluster, 16, "gpt", layout=Layout(data=4)).bucket_bytes == want
+    want = Pricer(BIG, cluster, 16).bucket_size(Layout(data=4))
+    assert want != BUCKET_BYTES
+    plan = search(BIG, cluster, 16, "gpt", layout=Layout(data=4))
+    assert plan.bucket_bytes == want
+    assert plan.prediction == _predicted(Pricer(BIG, cluster, 16, bucket_bytes=want), Layout(data=4))
+
+
+def _predicted(pricer: Pricer, layout: Layout) -> Prediction:
+    return pricer.predict(layout, pricer.stages(layout), ())
+
+
+@pytest.mark.parametrize("words", ["zero=1", "zero=2 microbatches=2", "zero=3 microbatches=2 recompute=full precision=bfloat16"])
+def test_a_plan_is_predicted_with_the_buckets_that_it_is_written_with(words: str) -> None:
+    """By hand as in a search, in seconds and bytes; another size, of which the plan has nothing, is another price."""
+    cluster, layout = Cluster.parse("2xdgx-h100"), Layout.parse(f"data=16 {words}")
+    plan = search(WIDE, cluster, 64, "gpt", layout=layout)
+    size = plan.bucket_bytes or BUCKET_BYTES
+    assert plan.prediction == _predicted(Pricer(WIDE, cluster, 64, bucket_bytes=size), plan.layout)
+    assert plan.prediction != _predicted(Pricer(WIDE, cluster, 64, bucket_bytes=1 << 18), plan.layout)
+    assert plan.bound_gap == pytest.approx(0.0, abs=1e-9)
+
+
+def test_no_bucket_is_shared_by_two_layers_where_gradients_are_scattered() -> None:
+    """Six layers of 0.8 M parameters: one bucket each, however large a bucket may be, and several where it is small."""
+    volume = GradientVolume((), 0.0, 0.0, (10.0, *[800.0] * 6, 10.0))
+    total = 6 * 800.0 + 20
+    assert volume.num_buckets_of_runs(total, 1e9) == 8
+    assert volume.num_buckets_of_runs(total, 800.0) == 8
+    assert volume.num_buckets_of_runs(total, 300.0) == 2 + 6 * 3
+    assert volume.num_buckets_of_runs(8.0, 1.0) == 2 + 6 * 2
 
 
 def test_the_best_bucket_is_the_best_that_is_tried() -> None:
@@ -237,16 +263,16 @@ def test_the_best_bucket_is_the_best_that_is_tried() -> None:
     for latency_s, bandwidth in ((1e-6, 1e8), (1e-2, 1e9), (1e-4, 1e9)):
         pricer, layout = Pricer(BIG, hosts(latency_s, bandwidth, 4), 16), Layout(data=4)
         costs = {b: pricer.with_buckets(b).stages(layout)[0].gradients_s for b in BUCKETS}
-        found = best_bucket_bytes(pricer, layout)
-        assert costs[found or BUCKET_BYTES] <= 1.011 * min(costs.values())
-        assert not found or costs[found] < costs[BUCKET_BYTES]
+        found = pricer.bucket_size(layout)
+        assert costs[found] <= 1.011 * min(costs.values())
+        assert found == BUCKET_BYTES or costs[found] < costs[BUCKET_BYTES]
     slow_to_start, quick = hosts(1e-2, 1e9, 4), hosts(1e-7, 1e8, 4)
-    assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(data=4)) < BUCKET_BYTES
-    late, soon = (best_bucket_bytes(Pricer(BIG, c, 16), Layout(data=4)) or BUCKET_BYTES for c in (slow_to_start, quick))
+    assert Pricer(BIG, quick, 16).bucket_size(Layout(data=4)) < BUCKET_BYTES
+    late, soon = (Pricer(BIG, c, 16).bucket_size(Layout(data=4)) for c in (slow_to_start, quick))
     assert late > soon
-    assert best_bucket_bytes(Pricer(BIG, quick, 16), Layout(pipeline=2, microbatches=2)) == 0
+    assert Pricer(BIG, quick, 16).bucket_size(Layout(pipeline=2, microbatches=2)) == BUCKET_BYTES
     host = Cluster("host", CPU, (ClusterLevel("node", 4, NetworkLink(1e-4, 1e9)),))
-    assert best_bucket_bytes(Pricer(BIG, host, 16), Layout(data=4)) == 0
+    assert Pricer(BIG, host, 16).bucket_size(Layout(data=4)) == BUCKET_BYTES
 
 
 def test_a_plan_says_why_its_gradients_are_summed_so() -> None:
@@ -270,7 +296,7 @@ def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
     whole = pricer.collective("all_reduce", widths.gradient * 1e8, RankGroup(2, 1, 2))
     assert whole > 0
     for window_s in (0.0, 0.5 * whole, 3 * whole):
-        shown, inside = gradient_reduction_s(pricer, layout, sums, widths, window_s, 1.0)
+        shown, inside = gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, window_s, 1.0)
         hidden = min(whole, 0.8 * window_s)
         assert shown == pytest.approx(whole - hidden + pricer.devices.contention * hidden)
         assert inside.total == 0.0
@@ -284,5 +310,5 @@ def test_between_processors_the_sum_of_tied_weights_hides_behind_nothing() -> No
         whole = pricer.collective("all_reduce", widths.gradient * 1e6, RankGroup(2, 1, 2))
         assert whole >= widths.gradient * 1e6 / bytes_per_s
         for window_s in (0.0, 3 * whole):
-            assert gradient_reduction_s(pricer, layout, sums, widths, window_s, 1.0)[0] == pytest.approx(whole)
-        assert gradient_reduction_s(pricer, layout, GradientVolume((), 0.0, 2e6), widths, 0.0, 1.0)[0] == 0.0
+            assert gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, window_s, 1.0)[0] == pytest.approx(whole)
+        assert gradient_reduction_s(pricer, layout, GradientVolume((), 0.0, 2e6), widths, BUCKET_BYTES, 0.0, 1.0)[0] == 0.0

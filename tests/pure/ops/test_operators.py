@@ -16,19 +16,19 @@ import pytest
 from shardwise.ops import RECORDS
 
 ROOT = Path(__file__).parents[3] / "src" / "shardwise"
-# Kernels and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between torch and the user's
-# code; measurements of single operators; models; serving, whose operators are a workflow's.
+# Kernels, also over a field, and what draws as they do; capture, which rewrites calls; modes and tensors of our own that stand between
+# torch and the user's code; measurements of single operators; models.
 MAY = (
     "ops/", "lower/kernels/", "run/uncaptured/eager_draws.py", "run/loop/global_reductions.py", "run/uncaptured/trial.py",
     "lower/float64_mode.py", "capture/exported.py", "capture/fx_reader.py", "capture/functional.py", "capture/autograd_functions/trace.py",
-    "capture/initialization/", "capture/patches/", "cluster/probe/", "zoo/", "serve/",
+    "capture/initialization/", "capture/patches/", "cluster/probe/", "run/prove/", "zoo/",
 )  # fmt: skip
 NAMES = {name.split(".")[1] for name in RECORDS}
 # Operators whose names are words of ours besides: kinds of work, collectives, layout keys.
 WORDS = set(
     """
-    all batch_norm cat chunk clip complex convolution copy expand fill full gather index inner linear log matmul max min narrow norm pad
-    repeat reshape scatter slice softmax split stack sum t topk view zero
+    all batch_norm cat chunk clip complex convolution copy expand fill full gather index inner linear log matmul max mean min narrow norm pad
+    repeat reshape scatter slice softmax split stack sum t to topk view zero
     """.split()
 )
 QUESTIONS = ("startswith", "endswith", "removeprefix", "removesuffix", "split", "get", "frozenset", "set", "fromkeys")

@@ -47,8 +47,6 @@ def test_it_is_read_and_written_back() -> None:
         ("data=2 compress=int8 staleness=1", "compress=int8 .* use compress=none"),
         ("data=2 staleness=-1", "staleness is a whole number"),
         ("data=2 stalenes=1", "did you mean staleness"),
-        ("dp=2", "did you mean data"),
-        ("tp=2", "did you mean tensor"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:

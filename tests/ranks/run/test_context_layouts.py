@@ -36,7 +36,7 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
     ("name", "layout"),
     [
         ("gpt-tiny", "data=2 context=2"),
-        ("llama", "context=2 tensor=2"),
+        ("llama", "context=2 tensor=2 sequence_parallel=on"),  # tensor ranks divide the positions of a context rank
         ("llama_padded", "context=2 pipeline=2 microbatches=2"),
         ("llama_eager", "data=2 context=2 zero=3"),
         ("mistral", "context=4"),
@@ -57,7 +57,7 @@ def verified(name: str, layout: str, **options: Any) -> Verification:
         ("banded", "context=3"),
         ("running", "data=2 context=2"),
         ("positions_first", "context=2"),
-        ("gpt-tiny", "context=2 tensor=2 attention=ring"),
+        ("gpt-tiny", "context=2 tensor=2 attention=ring sequence_parallel=on"),
         ("gpt-tiny:heads=1", "context=3"),
         ("llama", "context=3 attention=ring"),
         ("llama_padded", "context=2 pipeline=2 microbatches=2 recompute=full attention=ring"),

@@ -36,6 +36,7 @@ def test_answers_keep_to_their_schema(name: str, folder: Path) -> None:
     for number, command in enumerate(json_schemas.COMMANDS[name]):
         answer = json_schemas.answer_of(command, folder, number)
         assert answer["version"] == JSON_VERSION
+        assert ("error" in answer) == (name == "error")
         jsonschema.validate(answer, schema_of(name))
         for key in schema_of(name)["required"]:  # a key that goes away is noticed
             less = copy.deepcopy(answer)

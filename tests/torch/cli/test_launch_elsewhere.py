@@ -19,6 +19,7 @@ from shardwise.cli import run
 from shardwise.cli.launchers import manifests, slurm
 from shardwise.cli.launchers import ssh as over_ssh
 from shardwise.cli.launchers.job import LaunchJob, parse_job
+from shardwise.cli.output import JSON_VERSION
 from shardwise.errors import ConfigError, RunError, UsageError
 
 CONFIG = """
@@ -105,7 +106,8 @@ def port() -> str:
 def test_two_hosts_over_ssh_train_as_one_would(tools: Path, config: Path, tmp_path: Path) -> None:
     done = launched("--ssh", "node1,node2", "--address", "127.0.0.1", "--port", port(), "--json", "--", "train", str(config))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"exit_code": 0, "ranks": 2, "run_folder": str(tmp_path / "run")}
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer == {"version": JSON_VERSION, "file": "", "ranks": 2, "run_folder": str(tmp_path / "run"), "exit_code": 0}
     assert sorted((tools / "hosts").read_text().split()) == ["node1", "node2"]
     assert len([row for row in steps_of(tmp_path) if "loss" in row]) >= 2
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +13,17 @@ import pytest
 
 from shardwise.cluster.catalogue import parse_cluster
 from shardwise.cluster.cluster_file import implausible_figures
+from shardwise.plan.layout import Layout
 from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.serve.placement.workflow_files import read_workflow
 from shardwise.train.config import TrainingConfig
 from shardwise.zoo.names import find
 from tests.support import cli_examples, doc_blocks
+from tests.support.command_pages import commands
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+FOLDERS = (ROOT / "docs", ROOT / "docs" / "howto", ROOT / "docs" / "migrate")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *(p for folder in FOLDERS for p in folder.glob("*.md"))))
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -55,7 +60,7 @@ def test_all_commands_run_as_printed(page: str, tmp_path: Path) -> None:
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     marked = [block for page in PAGES for block in doc_blocks.blocks(page) if block.mark]
     for block in marked:
-        assert block.kind in ("long", "not run"), block
+        assert block.kind in ("long", "not run") or (block.kind == "migration" and block.page.startswith("docs/migrate/")), block
         assert block.mark.partition(": ")[2], f"{block.page} marks a block without a reason: {block.text}"
     assert sum(block.kind == "not run" for block in marked) <= 6
 
@@ -71,6 +76,10 @@ def test_no_block_is_of_a_kind_that_nothing_runs() -> None:
             match block.language:
                 case "sh" | "toml":
                     continue
+                case "console":  # test_what_the_readme_prints_is_printed, and tests/ranks/run/test_migrations.py
+                    assert page == "README.md", page
+                case "diff" | "py":  # tests/ranks/run/test_migrations.py applies the one to the other and runs both
+                    assert page.startswith("docs/migrate/") or page == "README.md", page
                 case "python":
                     assert block.kind == "quick" or readers, f"{page}: nothing runs {block.text}"
                 case "text":
@@ -99,6 +108,35 @@ def test_toml_is_a_workflow_a_cluster_a_configuration_or_part_of_a_plan(page: st
         plan = parse_plan(head + text)
         assert text in format_plan(plan)
         assert {name for _, cuts in plan.shards for name, _ in cuts} <= names
+
+
+def _without_figures(text: str) -> list[str]:
+    """Words of each line, numbers as 0."""
+    return [" ".join(re.sub(r"\d[\d.]*(?:e-\d+)?", "0", line).split()) for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.long
+def test_what_the_readme_prints_is_printed(tmp_path: Path) -> None:
+    """Of a `shardwise` command; figures may be others."""
+    shown = re.findall(r"^\$ (shardwise .*)\n((?:[^$].*\n)*)", "".join(blocks("README.md", "console")), re.M)
+    assert len(shown) == 2
+    for command, said in shown:
+        status, printed = doc_blocks.run_words(shlex.split(command), tmp_path)
+        assert status == 0, printed
+        assert [line for line in _without_figures(said) if line not in _without_figures(printed)] == []
+
+
+def test_the_tables_of_the_readme_have_every_verb_and_key() -> None:
+    """Verbs of the parser in the section of the command line, fields of a layout in the section of layouts."""
+    text = (ROOT / "README.md").read_text()
+    verbs = text.partition("## Command line")[2].partition("## ")[0]
+    named = set(re.findall(r"`(?:shardwise )?((?:\w+)(?: \w+)?)[^`]*`", verbs))
+    missing = [name for name, _ in commands() if name not in named and name not in {n.split()[0] for n in named}]
+    assert missing == []
+    keys = text.partition("## A layout is one line")[2].partition("## ")[0]
+    private = {"actions", "collective", "begins", "grid"}
+    fields = {field.name for field in dataclasses.fields(Layout)} - private
+    assert {name for row in re.findall(r"^\| (`[^|]*`) \|", keys, re.M) for name in re.findall(r"`(\w+)`", row)} == fields
 
 
 def test_blocks_are_found_saved_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

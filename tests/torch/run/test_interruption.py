@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -186,6 +186,15 @@ def test_an_optimizer_that_calls_the_module_in_its_step_is_not_refused() -> None
     assert float(optimizer.step(closure).detach()) < first
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Take SIGINT as Python does: a shell's background job ignores it."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_within_an_update_comes_behind_it() -> None:
     step, now = engine()
     step()

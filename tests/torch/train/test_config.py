@@ -185,7 +185,7 @@ def test_frozen() -> None:
 
 
 def test_every_key_is_in_the_documentation_with_its_default() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+\.\w+)` \| (.*?) \|", text, re.MULTILINE))
     fields = {f"{name}.{key}": field.default for name, section in SECTIONS.items() for key, field in section.model_fields.items()}
     assert list(rows) == list(fields)

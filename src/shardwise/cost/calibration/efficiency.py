@@ -99,13 +99,16 @@ class EfficiencySet:
     `attention_head`/d)) of that, backward at `attention_backward` of forward's rate; the fused softmax of saved scores needs a multiple of
     `softmax_batches` heads, other numbers use the slow kernel (0: no restriction). `launch_s`: host time of a kernel. `tensor`: time of
     tensor-parallel collectives relative to the library's own; `tensor_overlap`: fraction of the backward ones that overlaps with weight
-    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients; `accumulate_bytes`: moved
+    gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients, `main_gradient_bytes` of those of bfloat16;
+    `accumulate_bytes`: moved
     per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter and step. `overlap`: fraction of the last
     backward that gradient reduction overlaps with; overlapped communication takes `contention` of its own time from compute, since both
     share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
     relative standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory
     bandwidth
     by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included; without it they run at the rate of products.
+    `float8_products`: products of a float8 linear layer's three that are 8-bit: 2 if its weights' gradients are 16-bit, else 3;
+    `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
     """
 
     name: str
@@ -133,6 +136,7 @@ class EfficiencySet:
     tensor_overlap: float = 0.0
     microbatch_s: float = 0.0
     gradient_bytes: float = 2.0
+    main_gradient_bytes: float = 4.0
     accumulate_bytes: float = 6.0
     optimizer_bytes: float = 30.0
     overlap: float = 0.0
@@ -140,6 +144,8 @@ class EfficiencySet:
     exposed_sends: float = 1.0
     step_s: float = 1e-3
     spread: float = 0.0
+    float8_products: int = 2
+    float8_cast_bytes: float = 5.0  # read for the maximum of each row, read and written
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -152,6 +158,8 @@ class EfficiencySet:
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value < 0:
                 raise ConfigError(f"stack {self.name}: {field.name} = {value:g}; it is not below zero")
+        if self.float8_products not in (2, 3):
+            raise ConfigError(f"stack {self.name}: float8_products = {self.float8_products}; it is 2, or 3 with the gradients of weights")
         for key in ("tensor_overlap", "overlap", "contention"):
             if getattr(self, key) > 1:
                 raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, at most 1")

@@ -53,7 +53,7 @@ class Gpus(Devices):
         """Return the widths: 16-bit weights have float32 copies, bfloat16 gradients accumulate in float32, as in Megatron-LM."""
         if not PRECISIONS[precision].product_dtype:
             return super().widths(precision)
-        return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else 4.0, 4.0)
+        return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else self.stack.main_gradient_bytes, 4.0)
 
     def operator_seconds(
         self, layout: Layout, kernels: Sequence[tuple[LocalKernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]

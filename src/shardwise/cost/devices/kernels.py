@@ -42,7 +42,6 @@ OVERLAP_EXPONENT = 3.0  # exponent of the mean of host and device; fitted with s
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
 ALIGNED_FLOAT8 = 16  # sides of 8-bit products are multiples of it
 LAYOUT_COPY_BYTES = 2.0  # bytes moved per byte that a convolution reads or writes, for a copy in another layout: read and written
-FLOAT8_CAST_BYTES = 5.0  # bytes moved to cast an element from 16 to 8 bits: read twice, written once
 ELEMENT_BYTES = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes moved per element
 
 
@@ -158,20 +157,19 @@ class LocalKernel:
         )
 
     def _float8_seconds(self, device: Device, stack: EfficiencySet, precision: str) -> Seconds:
-        """Seconds of a float8 product: a linear layer runs two products of three on 8-bit operands (`lower/kernels/scaled`), cast from 16:
-        read for the maximum of each row, read and written; gradient and weight once more. Other products are 16-bit."""
+        """Seconds of a float8 product: of a linear layer's three products two (`lower/kernels/scaled`), or all, run on 8-bit operands, cast
+        from 16: input and weight for forward, gradient and weight once more for backward. Other products are 16-bit."""
         wide = self._product_seconds(device, stack, PRECISIONS[precision].product_dtype)
         if not (self.kind == "linear" and self.n and self.flops) or any(int(side) % ALIGNED_FLOAT8 for side in (self.n, self.k)):
             return wide
         gain = 1 / device.peak(PRECISIONS[precision].product_dtype) - 1 / device.peak(precision)
         saved = self.flops * gain / (stack.matmul * stack.sustained)
-        through = 1 / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        through = stack.float8_cast_bytes / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
         input_size, weight_size, output_size = (side * self.share for side in (self.m * self.k, self.k * self.n, self.m * self.n))
-        forward, backward = (
-            FLOAT8_CAST_BYTES * (input_size + weight_size) * through,
-            FLOAT8_CAST_BYTES * (output_size + weight_size) * through,
+        return Seconds(
+            wide.forward - saved + (input_size + weight_size) * through,
+            wide.backward - saved * (stack.float8_products - 1) + (output_size + weight_size) * through,
         )
-        return Seconds(wide.forward - saved + forward, wide.backward - saved + backward)
 
     def _traffic_seconds(self, device: Device, stack: EfficiencySet, precision: str) -> Seconds:
         width, factor = _width_factor(precision, False), stack.traffic

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardwise.model.graph import Operator
 from shardwise.plan.plan import BUCKET_BYTES
 
-_BUCKET = BUCKET_BYTES / 4  # elements
+DEFAULT_BUCKET_ELEMENTS = BUCKET_BYTES / 4  # of float32 gradients
 
 
 class BatchBytes(NamedTuple):
@@ -104,9 +104,10 @@ class BlockRuns:
         experts: frozenset[str],
         differentiable: Set[str],
         expert_divisor: float,
+        bucket_elements: float = DEFAULT_BUCKET_ELEMENTS,
     ) -> BlockRuns:
         """Build the runs. `trained`: elements of each trainable parameter on a tensor rank; of `experts` it has the fraction
-        1/`expert_divisor`. `differentiable`: values with a gradient."""
+        1/`expert_divisor`. `differentiable`: values with a gradient. `bucket_elements`: elements that complete a bucket of gradients."""
         readers: dict[str, list[int]] = {}
         for run, (first, last) in enumerate(zip(starts, [*starts[1:], len(operators)], strict=True)):
             for value in dict.fromkeys(v for op in operators[first:last] for v in op.inputs if v in trained):
@@ -122,7 +123,7 @@ class BlockRuns:
         for runs, sizes in shared_sizes.items():
             for run in runs:
                 parameters[run] += sum(sizes)
-                filled[run] += min(sum(sizes), max(_BUCKET, *sizes))  # the parameter that reaches the size completes a bucket
+                filled[run] += min(sum(sizes), max(bucket_elements, *sizes))  # the parameter that reaches the size completes a bucket
         scattered, prev, before = [], [], 0.0
         for parameter, bucket in zip(reversed(parameters), reversed(filled), strict=True):
             prev.append(before)

@@ -172,7 +172,7 @@ class StageState:
     for backward, `score_bytes` of them attention scores. `transient` is the transient memory at the peak of backward, less saved tensors
     freed by then. With recomputed or offloaded layers `rematerialized` is what was recomputed or loaded, less what is freed, at that peak,
     and `transient` the rest. `offloaded_bytes` of a microbatch are offloaded. `has_late_gradients`: gradient buffers exist from backward on
-    only, and `transient` excludes those not yet computed.
+    only, and `transient` excludes those not yet computed. `bucket_bytes`: size of a bucket of gradients.
     """
 
     num_parameters: float
@@ -187,6 +187,7 @@ class StageState:
     num_unreduced: float = 0.0
     leaving_bytes: float = 0.0
     has_late_gradients: bool = False
+    bucket_bytes: float = BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ def memory_of(
         gradients += widths.gradient * state.num_trainable * (1 / num_host_replicas + 1 / data * (compression.kind == "int8" and not zero))
     optimizer = (widths.copies + widths.moment * optimizer_states) * (trained / holders if zero else state.num_trainable)
     if layout.servers:  # a bucket arriving from every other rank
-        gradients += min(BUCKET_BYTES, widths.gradient * state.num_trainable) * (layout.data - 1) / layout.servers
+        gradients += min(state.bucket_bytes, widths.gradient * state.num_trainable) * (layout.data - 1) / layout.servers
         optimizer /= layout.servers
     if layout.offloads_optimizer:
         optimizer = 0.0
@@ -269,7 +270,7 @@ def memory_of(
     if state.has_late_gradients:  # after backward only gradients remain, and a second copy of one bucket
         beside = max(beside, unshared_bucket_bytes(gradients) - activation)
         gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
-    beside += PACKING.get(compression.kind, 0.0) * min(BUCKET_BYTES, widths.gradient * state.num_trainable)
+    beside += PACKING.get(compression.kind, 0.0) * min(state.bucket_bytes, widths.gradient * state.num_trainable)
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
     # Receives are posted ahead: a microbatch's gradient arrives during the backward of the one before.
     buffers = beside + 2 * entering + leaving

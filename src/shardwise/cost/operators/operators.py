@@ -34,7 +34,6 @@ from shardwise.plan.ir.axis import EXPERT, axis_of
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import max_rows
-from shardwise.plan.plan import BUCKET_BYTES
 
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 
@@ -46,7 +45,8 @@ ShardingKey = tuple[tuple[tuple[str, int], ...], bool, bool, str, int]
 class OperatorPricer:
     """Cost model of the operators of one graph on one cluster for one batch, with caches of what layouts share.
 
-    `stack`: an efficiency set in place of the cluster's own (GPUs only). `bucket_bytes`: size of a gradient bucket.
+    `stack`: an efficiency set in place of the cluster's own (GPUs only). `bucket_bytes`: size of a gradient bucket; 0: the
+    best of each layout.
     """
 
     graph: Graph
@@ -55,7 +55,7 @@ class OperatorPricer:
     optimizer_states: int = 2
     shards: Mapping[str, tuple[tuple[str, int], ...]] | None = None
     stack: EfficiencySet | None = None
-    bucket_bytes: float = BUCKET_BYTES
+    bucket_bytes: float = 0.0
     busy: tuple[int, int] | None = None  # CPUs: (concurrent ranks, threads of each); None for those of a layout
     replicas: tuple[int, int] | None = None  # range of replicas with unequal shares that this pricer prices; None for all
     placement_batch_size: int = 0  # the batch size that decides the sharding, if this pricer is for the smaller of unequal microbatches

@@ -15,7 +15,7 @@ from shardwise.cost.network.axes import group_of
 from shardwise.cost.network.network import collective_s
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.fold import propagate_with_folding
-from shardwise.model.sharding.sharding import Prices, Sharding, Shards
+from shardwise.model.sharding.sharding import Prices, Sharding, Shards, refuse_idle_axes
 from shardwise.plan.ir.axis import DATA, axis_of
 from shardwise.plan.ir.grid import TENSOR
 from shardwise.plan.layout import Layout
@@ -66,7 +66,19 @@ def prices_of(cluster: Cluster, layout: Layout, samples: int) -> dict[str, Price
 def choose_sharding(
     graph: Graph, cluster: Cluster, layout: Layout, samples_per_rank: int, shards: Mapping[str, Shards] | None = None
 ) -> Sharding:
-    """Choose the sharding over data and the tensor axes. `samples_per_rank`: weighed samples of a microbatch; `shards`: fixed shards."""
+    """Choose the sharding over data and the tensor axes. `samples_per_rank`: weighed samples of a microbatch; `shards`: fixed shards.
+
+    Raises:
+        LayoutError: an axis that the model does not have, or that divides nothing of it.
+    """
+    sharding = _choose_sharding(graph, cluster, layout, samples_per_rank, shards)
+    refuse_idle_axes(sharding, graph.parameter_shapes)
+    return sharding
+
+
+def _choose_sharding(
+    graph: Graph, cluster: Cluster, layout: Layout, samples_per_rank: int, shards: Mapping[str, Shards] | None = None
+) -> Sharding:
     sizes, sequence, cuts_samples = (
         placement_axis_sizes(layout, graph.batch_size),
         layout.sequence_parallel == "on",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.convolutions import uses_torch_kernel
-from shardwise.cost.memory.block_runs import BlockRuns, saved_by_later
+from shardwise.cost.memory.block_runs import DEFAULT_BUCKET_ELEMENTS, BlockRuns, saved_by_later
 from shardwise.cost.memory.memory import PeakByZeroStage, StageState
 from shardwise.cost.stages.gradients import GradientVolume
 from shardwise.cost.stages.sections import StageSection, is_recomputed
@@ -59,7 +59,8 @@ NO_UNLAYERED_COST = UnlayeredCost()
 @dataclass(frozen=True, slots=True)
 class StageBaseCost:
     """Base cost of a stage. `recomputed`: seconds of recomputing layers, `scores_s` of selective recomputation; `weight_s`: backward
-    seconds of weight gradients. `first_equal`: the first equal stage."""
+    seconds of weight gradients. `first_equal`: the first equal stage. `state`: with buckets of the default size; `state_with` is given the
+    elements of a bucket."""
 
     compute: Seconds
     collectives: Seconds
@@ -68,7 +69,8 @@ class StageBaseCost:
     weight_s: float
     gradient_volume: GradientVolume
     state: StageState
-    by_layer: Callable[[Residency], StageState]  # the same under recomputation and offload of its layers
+    state_with: Callable[[float], StageState]
+    by_layer: Callable[[Residency, float], StageState]  # the same under recomputation and offload of its layers
     layer_costs: Callable[[], tuple[LayerCost, ...]]  # its layers, in order
     unlayered_cost: Callable[[], UnlayeredCost]
     first_equal: int
@@ -104,7 +106,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         # Two tensors of scores and a mask (Korthikanti et al. 2022, equation 1: 5as/h of sbh).
         scores = section.score_bytes.at(scale, layout.data) * (1.25 if PRECISIONS[layout.precision].product_dtype else 2.25)
     wide = 2.0 if layout.precision == "float64" else 1.0
-    works, runs, costs = _backward_bytes(pricer, layout, section)
+    works, runs, costs_with = _backward_bytes(pricer, layout, section)
     each_keeps = wide * section.activations.at(scale, layout.data)
     activations, gone = float(each_keeps.sum()), saved_by_later(each_keeps)
     state = StageState(
@@ -114,7 +116,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         elsewhere,
         activations + scores,
         scores,
-        PeakByZeroStage(*(float((works - gone + x).max()) for x in costs)),
+        PeakByZeroStage(*(float((works - gone + x).max()) for x in costs_with(DEFAULT_BUCKET_ELEMENTS))),
         offloaded_bytes=activations + scores,
         num_unreduced=parameters.num_unreduced if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
@@ -122,7 +124,11 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     )
 
     @cache
-    def layered_state(residency: Residency) -> StageState:
+    def state_with(bucket: float) -> StageState:
+        return replace(state, transient=PeakByZeroStage(*(float((works - gone + x).max()) for x in costs_with(bucket))))
+
+    @cache
+    def layered_state(residency: Residency, bucket: float) -> StageState:
         amounts = section.residency_bytes(residency, stage.index, layout.num_stages == 1, layers_moved == 1)
         each = scores / amounts.num_layers if residency.recompute.kind != "selective" else 0.0
         columns = (amounts.activations, amounts.rematerialized, amounts.loaded, amounts.forward_transient, amounts.loaded_by_run)
@@ -135,6 +141,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
             + runs.expand_to_operators(each * amounts.layers_present, len(back))
             - saved_by_later(stays)
         )
+        costs = costs_with(bucket)
         at = [int((moments + x).argmax()) for x in costs]
         full, scattered, gathered = (float(min(works[i], moments[i]) + x[i]) for x, i in zip(costs, at, strict=True))
         return replace(
@@ -144,8 +151,8 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
             offloaded_bytes=amounts.offloaded.at(scale, layout.data) * wide + each * amounts.num_offloaded,
         )  # fmt: skip
 
-    def by_layer(residency: Residency) -> StageState:
-        return layered_state(residency.of_stage(stage.index))
+    def by_layer(residency: Residency, bucket: float) -> StageState:
+        return layered_state(residency.of_stage(stage.index), bucket)
 
     @cache
     def loads() -> tuple[LayerCost, ...]:
@@ -173,8 +180,9 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
 
     # A product's backward is two equal products, for its input and for its weights; weight gradients are accumulated.
     weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding
-    sums = GradientVolume(parameters.reductions, parameters.num_tied, parameters.num_parameters)
-    return StageBaseCost(busy, network, block, scores_s, weight_s, sums, state, by_layer, loads, ends, stage.index)
+    by_run = tuple(runs.parameters.tolist())
+    sums = GradientVolume(parameters.reductions, parameters.num_tied, parameters.num_parameters, by_run)
+    return StageBaseCost(busy, network, block, scores_s, weight_s, sums, state, state_with, by_layer, loads, ends, stage.index)
 
 
 def stage_send_s(pricer: Pricer, layout: Layout, stage: int, to: int, values: Sequence[str]) -> float:
@@ -194,8 +202,8 @@ def copy_for_stage(
     def block(residency: Residency) -> Seconds:
         return (build() if residency.selects_by_name else base).recomputed(residency.of_stage(index))
 
-    def by_layer(residency: Residency) -> StageState:
-        return (build() if residency.selects_by_name else base).by_layer(residency.of_stage(index))
+    def by_layer(residency: Residency, bucket: float) -> StageState:
+        return (build() if residency.selects_by_name else base).by_layer(residency.of_stage(index), bucket)
 
     def loads() -> tuple[LayerCost, ...]:
         return tuple(replace(layer, name=name) for layer, name in zip(base.layer_costs(), names(), strict=True))
@@ -213,10 +221,14 @@ def _has_late_gradients(pricer: Pricer, layout: Layout) -> bool:
     return not pricer.devices.has_persistent_gradients and layout.microbatches == 1 and alone
 
 
-def _backward_bytes(pricer: Pricer, layout: Layout, section: StageSection) -> tuple[Array, BlockRuns, tuple[Array, Array, Array]]:
-    """Return (workspace of backward by operator, the runs, additional transient bytes by operator for each ZeRO stage): with full gradients
-    and weights 0, or negative for gradients not yet computed; then full gradients in reduction; then all-gathered weights as well."""
-    parts, ops, runs = pricer.cast_sharded_inventory(layout), section.operators, section.runs(pricer.expert_divisor(layout))
+def _backward_bytes(
+    pricer: Pricer, layout: Layout, section: StageSection
+) -> tuple[Array, BlockRuns, Callable[[float], tuple[Array, Array, Array]]]:
+    """Return (workspace of backward by operator, the runs, additional transient bytes by operator for each ZeRO stage, given the elements
+    of a bucket): with full gradients and weights 0, or negative for gradients not yet computed; then full gradients in reduction; then
+    all-gathered weights as well."""
+    divisor = pricer.expert_divisor(layout)
+    parts, ops, runs = pricer.cast_sharded_inventory(layout), section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
     devices, scale = pricer.devices, pricer.microbatch(layout)
     widths = devices.widths(layout.precision)
     width_factor = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout) else 1.0
@@ -228,10 +240,11 @@ def _backward_bytes(pricer: Pricer, layout: Layout, section: StageSection) -> tu
     by_torch = (layout.precision == "float64") | uses_torch_kernel(exact, single, thin, threads)
     tensors = batch_factor * np.where(by_torch, parts.torch_bytes[ops], parts.working_bytes[ops])
     workspace = tensors + parts.weight_bytes[ops] + parts.waiting_gradients.take(ops).at(scale, layout.data)
-    scattered = runs.scattering_bytes(widths.gradient, layout.weight_ranks, len(workspace))
     missing = -widths.gradient * runs.missing_gradients * _has_late_gradients(pricer, layout)
-    return (
-        width_factor * workspace,
-        runs,
-        (missing, scattered, scattered + runs.expand_to_operators(runs.gathered_bytes(widths.weight), len(workspace))),
-    )
+    gathered = runs.expand_to_operators(runs.gathered_bytes(widths.weight), len(workspace))
+
+    def costs_with(bucket: float) -> tuple[Array, Array, Array]:
+        scattered = section.runs(divisor, bucket).scattering_bytes(widths.gradient, layout.weight_ranks, len(workspace))
+        return missing, scattered, scattered + gathered
+
+    return width_factor * workspace, runs, costs_with

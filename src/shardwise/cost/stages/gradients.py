@@ -11,7 +11,7 @@ start late, and random stragglers, which are the reason for stale updates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardwise.cost.step import Pricer
 
 BUCKETS = tuple(sorted({2**k for k in range(20, 29)} | {BUCKET_BYTES}))  # sizes tried: the first bucket of a run is 1 MiB
-MIN_GAIN = 0.01  # fraction of the reduction time that another size than the default must save
+MIN_GAIN = 0.01  # fraction of the exposed reduction that another size than the default must save
 # Bytes of memory traffic per element: counted from the operators, except for top-k's selection, which is measured.
 ENCODE_BYTES = {"bfloat16": 10.0, "int8": 80.0, "topk": 400.0}
 ADD_BYTES = {"bfloat16": 10.0, "int8": 25.0, "topk": 24.0}  # per received element
@@ -39,11 +39,17 @@ ADD_BYTES = {"bfloat16": 10.0, "int8": 25.0, "topk": 24.0}  # per received eleme
 @dataclass(frozen=True, slots=True)
 class GradientVolume:
     """Numbers of gradients to reduce over each set of axes; `num_tied` are reduced with the stage that shares them; `num_parameters`:
-    parameters."""
+    parameters. `by_run`: numbers of trainable parameters of the runs of operators that, from ZeRO stage 2 on, share no bucket."""
 
     reductions: tuple[tuple[tuple[str, ...], float], ...]
     num_tied: float
     num_parameters: float
+    by_run: tuple[float, ...] = ()
+
+    def num_buckets_of_runs(self, num_elements: float, bucket_elements: float) -> int:
+        """Return the number of buckets of `num_elements` gradients that are divided over the runs as all parameters are."""
+        total = sum(self.by_run)
+        return sum(ceil(each / total * num_elements / bucket_elements) for each in self.by_run if each) if total else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,9 @@ class _BucketQueue:
 
 
 def gradient_reduction_s(
-    pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths, window_s: float, each_s: float, step_s: float = 0.0
-) -> tuple[float, Seconds]:
+    pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths, bucket_bytes: float, window_s: float, each_s: float,
+    step_s: float = 0.0,
+) -> tuple[float, Seconds]:  # fmt: skip
     """Return (exposed seconds of a step, exposed collectives of every microbatch).
 
     `window_s`: compute that reductions of a step may overlap with; `each_s`: the same for those of a microbatch;
@@ -99,8 +106,7 @@ def gradient_reduction_s(
             local_group = pricer.group(layout, *(axis for axis in axes if axis != DATA))
             after_s += pricer.collective("all_reduce", size, local_group)
             group = pricer.group(layout, DATA)
-        bucket = min(size, pricer.bucket_bytes) if devices.uses_buckets else size
-        num_full, rest = divmod(size, bucket)
+        num_full, bucket, rest = _divide_into_buckets(size, sums, layout.zero, widths, bucket_bytes if devices.uses_buckets else size)
         parts = [bucket_reduction_s(pricer, layout, group, part, widths) if part else (0.0, 0.0) for part in (bucket, rest)]
         (each, moved), (tail, moved_last) = parts
         packing_s += (num_full * moved + moved_last) / devices.speed(layout).memory_bandwidth_bytes_per_s if moved + moved_last else 0.0
@@ -130,6 +136,19 @@ def gradient_reduction_s(
     # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
     after_s += packing_s + pull_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
     return after_s, _exposed_collectives(pricer, per_microbatch, each_s)
+
+
+def _divide_into_buckets(
+    size_bytes: float, sums: GradientVolume, zero: int, widths: Widths, bucket_bytes: float
+) -> tuple[float, float, float]:
+    """Return (number of full buckets, their bytes, bytes of a partial one) of `size_bytes` of gradients, as `run.state.parameters` divides
+    them: from ZeRO stage 2 on no bucket is shared by two runs of operators, and all count as equal here."""
+    if zero < 2 or bucket_bytes >= size_bytes:
+        bucket = min(size_bytes, bucket_bytes)
+        num_full, rest = divmod(size_bytes, bucket)
+        return num_full, bucket, rest
+    count = sums.num_buckets_of_runs(size_bytes / widths.gradient, bucket_bytes / widths.gradient)
+    return float(count), size_bytes / count, 0.0
 
 
 def _tied_reduction_s(pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths) -> float:
@@ -188,24 +207,15 @@ def _compressed_exchange_s(pricer: Pricer, how: Compression, size: int, group: R
     return seconds, touched
 
 
-def best_bucket_bytes(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> int:
-    """Return the bucket size with the least exposed gradient reduction, for the stages that begin at `sites`.
+def best_bucket_bytes(exposed_s: Callable[[int], float], min_gain: float = MIN_GAIN) -> int:
+    """Return the bucket size with the least exposed gradient reduction, `exposed_s` by size; the default unless another is better by more
+    than the fraction `min_gain`.
 
-    Small buckets pay the start of a collective often; the last of large ones is long and does not overlap. 0: no size is better than the
-    default by more than `MIN_GAIN`, or reductions do not overlap: between ranks of one host, where small tensors of a measured table look
-    faster because they stay in caches, unlike those of a step.
+    Small buckets pay the start of a collective often; the last of large ones is long and does not overlap.
     """
-
-    def seconds(bucket_bytes: int) -> float:
-        costs = pricer.with_buckets(bucket_bytes).stages(layout, sites)
-        stage_s = [layout.microbatches * c.collectives.total + c.gradients_s for c in costs]
-        return max(sum(stage_s[s] for s in rank_stages) for rank_stages in schedule_of(layout).stages_of) if len(costs) > 1 else stage_s[0]
-
-    if layout.stage_ranks == 1 or not pricer.devices.overlap(layout):
-        return 0
-    shown = {size: seconds(size) for size in BUCKETS}
-    best = min(BUCKETS, key=lambda size: shown[size])
-    return best if shown[best] < (1 - MIN_GAIN) * shown[BUCKET_BYTES] else 0
+    seconds = {size: exposed_s(size) for size in BUCKETS}
+    best = min(BUCKETS, key=lambda size: seconds[size])
+    return best if seconds[best] < (1 - min_gain) * seconds[BUCKET_BYTES] else BUCKET_BYTES
 
 
 def replica_reduction_s(pricer: Pricer, layout: Layout, stage: int, sums: GradientVolume, widths: Widths) -> float:

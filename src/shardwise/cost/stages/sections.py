@@ -330,13 +330,13 @@ class StageSection:
     parameters: StageParameters
     activations: BatchBytesColumns  # by operator, saved by no earlier one
     score_bytes: BatchBytes  # float32
-    runs: Callable[[float], BlockRuns]  # by the number of expert shards
+    runs: Callable[[float, float], BlockRuns]  # by the number of expert shards and the elements of a bucket
     groups: BlockGroups
     residency_bytes: Callable[[Residency, int, bool, bool], ResidencyBytes]  # computed on first use
 
 
 def build_section(
-    parts: ShardedInventory, operators: NDArray[np.intp], held: StageParameters, half: bool, runs: Callable[[float], BlockRuns]
+    parts: ShardedInventory, operators: NDArray[np.intp], held: StageParameters, half: bool, runs: Callable[[float, float], BlockRuns]
 ) -> StageSection:
     """Build the section of a stage's `operators`. `half`: every float tensor is 16-bit."""
 

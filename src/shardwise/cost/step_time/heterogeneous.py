@@ -26,6 +26,7 @@ from shardwise.plan.ir.axis import PIPELINE
 from shardwise.plan.ir.placement import apportion_units
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import layout_microbatch_sizes
+from shardwise.plan.plan import BUCKET_BYTES
 from shardwise.plan.unequal_ranks import format_shares
 from shardwise.schedules import schedule_of
 
@@ -42,7 +43,9 @@ class HeterogeneousPricer(Pricer):
         pricers: list[Pricer] = []
         for part in self.cluster.parts:
             first_device = sum(earlier.cluster.num_devices for earlier in pricers)
-            pricer = Pricer(self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, first_rank=first_device)
+            pricer = Pricer(
+                self.graph, part, self.batch_size, self.optimizer_states, self.shards, self.stack, BUCKET_BYTES, first_rank=first_device
+            )
             pricer.__dict__.update({"inventory": self.inventory, "cuts": self.cuts})
             pricer._shardings, pricer._canonical, pricer._parts, pricer._kinds = self._shardings, self._canonical, self._parts, self._kinds
             pricer._sections, pricer._splits = self._sections, self._splits
@@ -180,8 +183,9 @@ def build_pricer(
     graph: Graph, cluster: Cluster, batch_size: int, optimizer_states: int = 2, shards: Mapping[str, Shards] | None = None
 ) -> Pricer:
     """Build the pricer for a cluster, heterogeneous or not."""
-    kind = HeterogeneousPricer if cluster.parts else Pricer
-    return kind(graph, cluster, batch_size, optimizer_states, shards)
+    if cluster.parts:  # whose parts choose no bucket size in common
+        return HeterogeneousPricer(graph, cluster, batch_size, optimizer_states, shards, bucket_bytes=BUCKET_BYTES)
+    return Pricer(graph, cluster, batch_size, optimizer_states, shards)
 
 
 def stage_pricer(pricer: Pricer, layout: Layout, stage: int) -> Pricer:

@@ -65,13 +65,16 @@ def price(pricer: Pricer, layout: Layout, sites: Sequence[str] = ()) -> PricedLa
     costs = _stage_costs(pricer, layout, sites)
     boundaries = [sum(_send_s(pricer, layout, stage, to, values) for to, values in stage.sends) for stage in pricer.stages_at(sites)[:-1]]
     _, remainder_pricer = pricer.remainder_pricer(layout)
-    smaller = _stage_costs(remainder_pricer, layout, sites) if remainder_pricer is not None else ()
+    smaller: tuple[StageCost, ...] = ()
+    if remainder_pricer is not None:
+        smaller = _stage_costs(remainder_pricer.with_buckets_of(pricer, layout, sites), layout, sites)
     return PricedLayout(layout, pricer.predict(layout, costs, boundaries, remainder_costs=smaller), sites, costs, smaller)
 
 
 def _stage_costs(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[StageCost, ...]:
     if not layout.inner:
         return pricer.stages(layout, sites)
+    pricer = pricer.with_default_buckets
     return tuple(pricer.stages(layout.of_stage(s), sites, only=(s,))[0] for s in range(layout.num_stages))
 
 

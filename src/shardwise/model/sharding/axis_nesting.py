@@ -7,7 +7,7 @@ along one axis while the other still shards them, they would be out of order. No
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from shardwise.errors import LayoutError
 from shardwise.model.graph import Graph, Variable
@@ -15,7 +15,7 @@ from shardwise.ops.attention import heads_label
 from shardwise.ops.rule import MULTI_AXIS
 from shardwise.plan.ir.axis import Axis, axis_of
 from shardwise.plan.ir.grid import NESTED
-from shardwise.plan.ir.placement import Placement, Shard, is_fully_replicated, is_shard
+from shardwise.plan.ir.placement import Placement, Shard, Strided, is_fully_replicated, is_shard
 
 
 class AxisDecisions(Protocol):
@@ -61,10 +61,20 @@ def nested_dims(
                 forms = forms - {decided.placements[value][axis]}
                 sliced.add(value)
             (form, *other_forms) = forms
-            if is_shard(form) and not (form.lengths or form.runs or other_forms) and value not in replicated:
+            if _has_equal_shards(form, graph.tensors[value].shape, axis, sizes[axis]) and not other_forms and value not in replicated:
                 num_shards = dims.setdefault(value, {})
                 num_shards[form.dim] = num_shards.get(form.dim, 1) * sizes[axis]
     return dims, frozenset(kernels), frozenset(sliced)
+
+
+def _has_equal_shards(form: Placement, shape: Sequence[int], axis: str, n: int) -> TypeGuard[Shard | Strided]:
+    """Return whether the n ranks have equal shards of a dimension, each of adjacent entries or of the positions of one run.
+
+    Of a context axis only the latter: its plain shards may be of heads, which tensor ranks shard first.
+    """
+    if isinstance(form, Strided):
+        return form.size * form.inner == shape[form.dim] and form.size % (2 * n if form.zigzag else n) == 0
+    return is_shard(form) and not (form.lengths or form.runs or axis_of(axis).shards_sequences)
 
 
 def heads_sharded_by_sequence(decided: AxisDecisions, sizes: Mapping[str, int]) -> dict[str, dict[int, int]]:

@@ -99,7 +99,7 @@ def propagate(
         price = prices.get(axis, Prices()) if isinstance(prices, Mapping) else prices or Prices()
         row, cuts = axis_of(axis), planned[axis]
         fixed_shards = FixedShards({} if row.owns_operators else cuts, (labels or {}).get(axis, {}), attention_kind(attention))
-        other_axes = _other_axes(decided, sizes, order, axis, planned, samples)
+        other_axes = _other_axes(decided, sizes, order, axis, planned, samples, sequence)
         problem = AxisProblem(graph, axis, sizes[axis], price, fixed_shards, other_axes, sequence=sequence, samples=samples)
         _check_axis(problem, sizes)
         chosen, variable_placements = (
@@ -133,10 +133,13 @@ def _other_axes(
     axis: str,
     planned: Mapping[str, Mapping[str, int] | None],
     samples: bool,
+    sequence: bool,
 ) -> OtherAxes:
     """Return what `axis` takes over from those before it in `order`, and leaves to those after it."""
     row, earlier = axis_of(axis), order[: order.index(axis)]
     outer_axes = tuple(a for a in order if axis_of(a).shards_samples) if samples and row.shards_weights else ()
+    if sequence and row.shards_weights and not row.may_reshard:  # tensor ranks divide the positions of a context rank
+        outer_axes = (*outer_axes, *(a for a in earlier if axis_of(a).shards_sequences))
     if row.may_reshard:
         outer_axes = (*outer_axes, *(a for a in earlier if axis_of(a).shards & row.shards and not axis_of(a).may_reshard))
     nested_shards, kernels, sliced = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
@@ -12,7 +12,7 @@ from shardwise.ops import Rule
 from shardwise.ops.attention import heads_dim
 from shardwise.ops.operator import Operator
 from shardwise.ops.rule import KEYS, QUERIES
-from shardwise.plan.ir.axis import RING, ULYSSES_RING, axis_of, sample_axes, ulysses_group_size
+from shardwise.plan.ir.axis import RING, ULYSSES_RING, axis_of, layout_word, sample_axes, ulysses_group_size
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.placement import (
     Halo,
@@ -22,6 +22,7 @@ from shardwise.plan.ir.placement import (
     Strided,
     dual_of,
     even_shard_range,
+    has_single_owner,
     is_disjoint_shard,
     is_halo,
     is_shard,
@@ -257,3 +258,23 @@ def transfer_s(source: Placement, target: Placement, size_bytes: float, n: int, 
         return 0.0
     latency = prices.latency_s * (1.0 if collective == "all_reduce" else 0.5)
     return sent_fraction(source, target, n) * size_bytes / prices.link_bytes_per_s + latency
+
+
+def refuse_idle_axes(sharding: Sharding, shapes: Iterable[Sequence[int]]) -> None:
+    """Refuse an axis that divides weights where none of a model's, of these shapes, has an entry for each rank, and nothing is divided.
+
+    Raises:
+        LayoutError: always then; it names the key.
+    """
+    used = {axis for by_axis in sharding.labels.values() for axis, label in by_axis.items() if label}
+    used.update(
+        axis for by_axis in sharding.placements.values() for axis, one in by_axis.items() if is_sharded(one) or has_single_owner(one)
+    )
+    longest = max((length for shape in shapes for length in shape), default=0)
+    idle = [axis for axis, n in sharding.sizes.items() if axis_of(axis).shards_weights and axis not in used and longest < n]
+    if idle:
+        words = " ".join(dict.fromkeys(layout_word(axis, sharding.sizes) for axis in idle))
+        raise LayoutError(
+            f"{words} shares the weights of products, and no weight of this model has an entry for each of these ranks; leave it out, use "
+            "fewer ranks there, or use data for them"
+        )

@@ -33,7 +33,7 @@ from shardwise.model.batch.samples import check_samples
 from shardwise.model.batch.summable_loss import SummableLossGraph
 from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph
-from shardwise.model.sharding.sharding import Sharding
+from shardwise.model.sharding.sharding import Sharding, refuse_idle_axes
 from shardwise.model.stages.stages import Stage
 from shardwise.plan.ir.axis import axis_of, sample_axes
 from shardwise.plan.ir.mesh import Mesh
@@ -145,6 +145,8 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
     program = program_of(plan, stages, world)
     shardings = _shardings_of(request, tensors, graph, stages)
     sharding = shardings[at["pipeline"]]  # the same for all stages of a rank
+    if tensors is None and not layout.inner:
+        refuse_idle_axes(sharding, graph.parameter_shapes)
     local_stages = [stages[s] for s in program.stages_of[at["pipeline"]]]
     across = variables_across_meshes(layout, stages) & {v.value for v in graph.parameters} if request.runs_backward else frozenset()
     reduced_axes = _reduced_axes(tensors, graph, sharding, across) if request.runs_backward else {}

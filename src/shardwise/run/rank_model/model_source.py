@@ -33,7 +33,7 @@ from shardwise.model.gc_pause import gc_paused
 from shardwise.model.graph import Graph, Operator
 from shardwise.model.sharding.propagate import propagate
 from shardwise.model.sharding.sample_shards import resize_sample_shards
-from shardwise.model.sharding.sharding import Prices, Sharding, priced_num_samples
+from shardwise.model.sharding.sharding import Prices, Sharding, priced_num_samples, refuse_idle_axes
 from shardwise.plan.ir.axis import axis_of
 from shardwise.plan.ir.grid import GRID_AXES, TENSOR
 from shardwise.plan.ir.patterns import expand_shards
@@ -266,7 +266,8 @@ class CachedModelSource(ModelSource):
         first, *other_sizes = plan.microbatch_sizes
         part = self.capture_microbatch(plan, batch, loss, first, plan.batch_size, modes)
         if modes is None:
-            self.sharding(plan, part.loss_graph.graph)
+            graph = part.loss_graph.graph
+            refuse_idle_axes(self.sharding(plan, graph), graph.parameter_shapes)
         for size in other_sizes:
             self.capture_microbatch(plan, batch, loss, size, plan.batch_size, modes)
         sample_folds(plan, self, part.captured, batch, loss, modes)

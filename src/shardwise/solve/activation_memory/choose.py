@@ -103,6 +103,7 @@ def _layer_choice(key: str, kind: str, layers: Sequence[Sequence[str]], is_count
 
 def _choose_for_stage(pricer: Pricer, layout: Layout, sites: Sequence[str], stage: int, allowed: Sequence[str]) -> ChoicePerLayer | None:
     """Choose for one stage's layers, by the prices' own bytes; None where nothing fits."""
+    pricer = pricer.with_default_buckets if layout.inner else pricer
     layout = layout.of_stage(stage)
     pricer_here, have = stage_pricer(pricer, layout, stage), stage_device_memory(pricer, layout, stage)
     layers = pricer_here.layer_costs(layout, sites, stage)

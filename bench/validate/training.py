@@ -1,0 +1,185 @@
+"""`scripts/validate training`: published training steps of 2022 to 2025 beside what `shardwise plan` predicts of their layouts.
+
+In: `training_2022_2025.csv` (source, model, devices, layout, seconds or OOM). Out: docs/benchmarks/training.md, with every row, and the errors by
+source for docs/validation.md. Each row is priced by the function behind `shardwise plan --layout`, with the efficiency set of the software that
+its source ran, named in `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.validate.rows import Row, table
+from shardwise.cli.pricing_context import PricingContext
+from shardwise.cluster.cluster import Cluster
+from shardwise.plan.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks" / "training.md"
+TABLE = "training_2022_2025.csv"
+LLAMA = "llama:vocabulary=128000,sequence={sequence},hidden={hidden},layers={layers},heads={heads},kv_heads={heads},inner={inner}"
+LLAMA_SIZES = {"13B": (5120, 40, 40, 13824), "30B": (6656, 60, 52, 17920), "65B": (8192, 80, 64, 22016)}
+LLAMA2 = "llama:vocabulary=32000,sequence=4096,hidden={},layers={},heads={},kv_heads={},inner={}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The machine and software of a source: `node` of the catalogue, `stack`: the efficiency set ("" for torch's), and the keys of a layout
+    that say what its software does in place of those of the table."""
+
+    name: str
+    node: str
+    stack: str
+    keys: Mapping[str, str]
+    software: str
+
+
+SOURCES = {
+    "Aleph-Alpha layouts": Source("Hagemann et al. 2023", "dgx-a100-80", "@deepspeed-flash", {}, "PyTorch, FlashAttention-2, ZeRO-1"),
+    "BigScience 2022": Source("BigScience 2022", "jean-zay-a100", "@a100-megatron-deepspeed", {}, "Megatron-DeepSpeed"),
+    "BigScience V100 1.3B": Source("BigScience, V100", "p3dn.24xlarge", "@a100-megatron-deepspeed", {}, "Megatron-DeepSpeed"),
+    "Megatron-Bridge (TE fp8)": Source("Megatron-Bridge", "dgx-h100", "@h100-megatron-core", {}, "Megatron-Core, TransformerEngine"),
+    "NeMo 24.07 (TE fp8)": Source("NeMo 24.07", "dgx-h100", "@h100-megatron-core", {}, "Megatron-Core, TransformerEngine"),
+    "fms-fsdp": Source("fms-fsdp", "p4de.24xlarge", "", {}, "PyTorch FSDP, compiled"),
+    "torchtitan-2024-12": Source("torchtitan 2024-12", "dgx-h100", "@torchtitan", {}, "PyTorch FSDP2, compiled"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One row: a published step of `seconds`, or infinity where it did not fit in memory."""
+
+    source: Source
+    title: str
+    model: str
+    batch: int
+    devices: int
+    node: str
+    layout: Layout
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A row's prediction: seconds, MFU, bytes of the fullest rank, and whether it fits."""
+
+    run: Run
+    step_time_s: float
+    mfu: float
+    memory_bytes: float
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error; nan where the row has no time."""
+        return self.step_time_s / self.run.seconds - 1 if math.isfinite(self.run.seconds) else math.nan
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Read the rows of the table; those that give BigScience's runs a second time, with another efficiency set, are left out."""
+    return [_run_of(row) for row in table(folder, TABLE) if "@" not in row["source"]]
+
+
+def _run_of(row: Mapping[str, str]) -> Run:
+    source, devices = SOURCES[row["source"]], int(row["devices"])
+    node = "dgx-h100" if row["device"].startswith("H100") else source.node
+    published = Layout.parse(row["layout"])
+    model, batch = _model_and_batch(row["source"], row["model"], devices, published)
+    layout = Layout.parse(" ".join(word for word in row["layout"].split() if word.split("=")[0] not in source.keys))
+    layout = Layout.parse(" ".join([str(layout), *(f"{key}={value}" for key, value in source.keys.items())]))
+    seconds = math.inf if row["published_oom"] == "True" else float(row["published"])
+    return Run(source, row["model"], model, batch, devices, node, layout, seconds)
+
+
+def _model_and_batch(source: str, title: str, devices: int, layout: Layout) -> tuple[str, int]:
+    """Return the zoo's name of a row's model, and the samples of a step that its source states."""
+    if source == "Aleph-Alpha layouts":  # 4 million tokens a step; a vocabulary of 128,000
+        size, sequence = title.removeprefix("llama-").removesuffix(" ckpt").split()
+        hidden, layers, heads, inner = LLAMA_SIZES[size]
+        model = LLAMA.format(sequence=sequence, hidden=hidden, layers=layers, heads=heads, inner=inner)
+        return model, 2**22 // int(sequence)
+    if source == "BigScience 2022":
+        hidden, layers = (int(n) for n in title.removeprefix("gpt ").split("x"))
+        return f"gpt:vocabulary=51200,sequence=2048,hidden={hidden},layers={layers},heads={hidden // 128}", 2048
+    if source == "BigScience V100 1.3B":
+        return "gpt-1.3b", 512
+    if source.startswith("NeMo"):
+        return "gpt-175b", 256 if devices == 128 else 2048
+    if source.startswith("Megatron-Bridge"):
+        return "llama-405b", 512
+    if source == "fms-fsdp":
+        sizes = (4096, 32, 32, 32, 11008) if "7b" in title else (5120, 40, 40, 40, 13824)
+        return LLAMA2.format(*sizes), 2 * devices
+    samples, positions = _torchtitan_batch(title, devices, layout)
+    return f"llama-{'405b' if '405b' in title else '8b'}:sequence={positions}", samples
+
+
+def _torchtitan_batch(title: str, devices: int, layout: Layout) -> tuple[int, int]:
+    """Return (samples, positions) of a step: a rank's tokens stay as they are where `context` divides longer samples."""
+    if "4D" in title:
+        return 64 // layout.context, 32768 * layout.context
+    if "CP" in title:
+        return 8 // layout.context, 32768 * layout.context
+    return (256, 8192) if "3D" in title else (2 * devices, 8192)
+
+
+def price_runs(runs: Iterable[Run]) -> list[Outcome]:
+    """Price every run by the function behind `shardwise plan --layout`; each model is captured once."""
+    contexts: dict[tuple[str, int], PricingContext] = {}
+    outcomes = []
+    for run in runs:
+        cluster = Cluster.parse(f"{max(1, run.devices // 8)}x{run.node}{run.source.stack}")
+        context = contexts.setdefault((run.model, run.batch), PricingContext(run.model, cluster, run.batch))
+        variant = context.with_changes(cluster).price(run.layout)
+        if (prediction := variant.prediction) is None:
+            outcomes.append(Outcome(run, math.nan, math.nan, math.nan, False))
+        else:
+            total = prediction.memory.total
+            outcomes.append(Outcome(run, prediction.step_time_s, prediction.mfu, total, total <= cluster.memory_of(run.layout.num_ranks)))
+    return outcomes
+
+
+def rows(folder: Path) -> list[Row]:
+    """Return the errors by source, for docs/validation.md; writes the page of all rows too."""
+    return rows_of(price_runs(read_runs(folder)))
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+    """Return the errors by source, with the bias and how many rows are rightly said to fit or not."""
+    found = []
+    for name in (*dict.fromkeys(each.run.source.name for each in outcomes), ""):
+        mine = [each for each in outcomes if name in ("", each.run.source.name)]
+        errors = [each.error for each in mine if not math.isnan(each.error)]
+        right = sum(each.fits == math.isfinite(each.run.seconds) for each in mine)
+        note = f"bias {100 * sum(errors) / len(errors):+.1f} %; memory right in {right} of {len(mine)}"
+        found.append(Row.of(f"training 2022 to 2025, {name or 'all sources'}", "frozen", errors, note))
+    return found
+
+
+def format_page(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of all rows as Markdown."""
+    lines = ["| source | model | GPUs | layout | measured, s | predicted, s | off by | MFU, % | GiB | fits |", "|---" * 10 + "|"]
+    for each in outcomes:
+        run, runs = each.run, math.isfinite(each.run.seconds)
+        measured, off = (f"{run.seconds:g}", f"{each.error:+.1%}") if runs else ("out of memory", "")
+        right = "yes" if each.fits else "no"
+        lines.append(
+            f"| {run.source.name} | {run.title} | {run.devices} | `{run.layout}` | {measured} | {each.step_time_s:.2f} | {off} | "
+            f"{100 * each.mfu:.1f} | {each.memory_bytes / 2**30:.1f} | {right if each.fits == runs else f'**{right}**'} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Price all rows and write the page."""
+    parser = argparse.ArgumentParser(prog="scripts/validate training", description=__doc__)
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "validation", metavar="DIR")
+    outcomes = price_runs(read_runs(parser.parse_args(list(arguments)).data))
+    print(format_page(outcomes))
+    for row in rows_of(outcomes):
+        print(row)
+    return 0
