@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -42,9 +42,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 RECORD = Path(sys.modules["shardwise.audit.pages"].__file__ or "").parent / "record" / "__init__.py"
 
 
-def preload_modules() -> None:
+def preload_modules(names: Iterable[str] = PRELOADED) -> None:
     """Import what scripts import, once for all forks. DeepSpeed and Megatron-Core, which change torch, are left to the scripts."""
-    for name in PRELOADED:
+    for name in names:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
 

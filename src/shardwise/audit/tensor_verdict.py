@@ -73,7 +73,8 @@ def judge_tensor(shards: Sequence[GatheredShard], serial: Tensor, tolerance: flo
         errors[s.rank] = max(errors.get(s.rank, 0.0), difference if difference == difference else float("inf"))
         c = float(s.values @ expected) / max(float(expected @ expected), _TINY)
         factors[s.rank] = c
-        rest = max(rest, float((s.values - c * expected).norm()) / scale / max(abs(c), 1e-3))
+        unexplained = float((s.values - c * expected).norm()) / scale / max(abs(c), 1e-3)
+        rest = max(rest, unexplained if unexplained == unexplained else float("inf"))
     absent = int((count == 0).sum())
     if absent:
         return TensorVerdict("missing", 1.0, f"{absent} of {serial.numel()} elements are on no rank")
