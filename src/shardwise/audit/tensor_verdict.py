@@ -102,5 +102,5 @@ def _name_difference(shards: Sequence[GatheredShard], serial: Tensor, tolerance:
             return "sum", "the sum of the ranks' values is the serial one"
         if relative_difference(average, serial) <= tolerance:
             return "mean", "the mean of the ranks' values is the serial one"
-    apart = max((float((s.values - average[s.index]).norm()) for s in shards), default=0.0) / max(float(average.norm()), _TINY)
-    return ("replicas differ" if apart > tolerance else "wrong"), ""
+    apart = float(torch.stack([(s.values - average[s.index]).norm() for s in shards]).max()) / max(float(average.norm()), _TINY)
+    return ("wrong" if apart <= tolerance else "replicas differ"), ""

@@ -113,6 +113,15 @@ def test_other_names_are_found_by_values(tmp_path: Path) -> None:
     assert "layers.0.weight = up.weight" in " ".join(result.notes)
 
 
+def test_constant_parameters_without_a_common_name_are_matched_in_order(tmp_path: Path) -> None:
+    ranks = two_ranks()
+    for page in ranks[1]:
+        for shards in (page.weights, page.gradients):
+            shards["b.weight"], shards["c.bias"] = shards.pop("up.weight"), shards.pop("up.bias")
+        page.aliases = {name: [name] for name in page.weights}
+    assert compare(tmp_path, ranks).equal
+
+
 def not_averaged(ranks: list[list[Page]]) -> None:
     for pages in ranks:
         scale(pages[0], 2.0)
