@@ -126,7 +126,7 @@ def _reduce_case(model: Model, wanted: Any, batch: Any, loss: Loss | None, seque
             if factor == _ENLARGED[-1]:
                 raise
             continue
-        if previous is not None and _replicated(previous.plan) == _replicated(case.plan):
+        if previous is not None and _replicated_patterns(previous.plan) == _replicated_patterns(case.plan):
             return previous
         previous = case
     assert previous is not None
@@ -145,5 +145,5 @@ def _plan_case(model: ResolvedModel | Model, wanted: Any, layout: Layout, batch:
     return replace(case, plan=replace(case.plan, shards=shards), has_shards=True)
 
 
-def _replicated(plan: Plan) -> set[str]:
+def _replicated_patterns(plan: Plan) -> set[str]:
     return {pattern_of(site) for site in plan.replicated_operators}

@@ -36,7 +36,7 @@ def reduce_name(text: str, sequence: int | None, divisors: Sequence[tuple[int, i
         ModelError: no such model.
     """
     family, config = names.find(text, sequence)
-    reduction = _Reduction(family, config, tuple(divisors), max(2, num_stages), enlarge)
+    reduction = _LayoutReduction(family, config, tuple(divisors), max(2, num_stages), enlarge)
     reduced = reduction.run()
     family_name = next(name for name, known in names.FAMILIES.items() if known is family)
     return f"{family_name}:{','.join(f'{field.name}={_as_word(getattr(reduced, field.name))}' for field in fields(reduced))}"
@@ -46,7 +46,7 @@ def _as_word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class _Reduction:
+class _LayoutReduction:
     """The search for the smallest configuration."""
 
     def __init__(self, family: names.Family, config: Any, divisors: tuple[tuple[int, int], ...], min_layers: int, enlarge: int) -> None:

@@ -241,7 +241,7 @@ class _ProofRun:
         for shard in engine.state_shards(drain=False):
             if shard.slot or shard.name not in variables or shard.kind not in ("parameter", "buffer"):
                 continue
-            _refill(shard.tensor, _part_of(self._value_of(shard.kind, variables[shard.name]), shard))
+            _refill_tensor(shard.tensor, _part_of(self._value_of(shard.kind, variables[shard.name]), shard))
         engine.refresh_parameter_copies()
 
     def _value_of(self, kind: str, v: Variable) -> Tensor:
@@ -274,9 +274,9 @@ class _ProofRun:
         serial.set_batch(self.batch)
         with torch.no_grad():
             for path, p in serial.model.named_parameters():
-                _refill(p, random_numbers(p.shape, names.get(path, path), self.seed))
+                _refill_tensor(p, random_numbers(p.shape, names.get(path, path), self.seed))
             for path, b in serial.model.named_buffers():
-                _refill(b, self.buffers[path])
+                _refill_tensor(b, self.buffers[path])
 
     def _field_model(self) -> nn.Module:
         """Return the user's module with this point's weights."""
@@ -310,7 +310,7 @@ class _ProofRun:
                     yield Difference(step, rank, shard.slot or kind, shard.name)
 
 
-def _refill(x: Tensor, value: Tensor) -> None:
+def _refill_tensor(x: Tensor, value: Tensor) -> None:
     """Write a point's numbers over those that a step has left."""
     if isinstance(x, FieldTensor) and x.degree is not None:
         x.degree[0] = 0
