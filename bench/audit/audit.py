@@ -9,7 +9,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.audit.cases import RIGHT, WRONG, AuditCase
-from bench.audit.forked import record_script
+from bench.audit.forked import SCRIPTS, preload_modules, record_script
 from shardwise.audit.compare import compare_records
 from shardwise.audit.difference import AuditResult
-from shardwise.audit.run import AuditOptions
+from shardwise.audit.pages import read_pages
+from shardwise.audit.run import AuditOptions, recorder_environment
 from shardwise.errors import RunError
 
 
@@ -84,14 +89,42 @@ def run_case(auditor: CaseAuditor, case: AuditCase, repeats: int) -> dict[str, A
     return {**row, "runs": repeats, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
 
 
+def measure_overhead(width: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Run a script of its own on one rank with and without the recorder; returns CPU seconds, peak memory and the size of the record."""
+    command = f"{sys.executable} {SCRIPTS / 'ddp.py'} --steps {steps}"
+    options = AuditOptions(num_steps=steps, stops=False)
+    environment = {**os.environ, "AUDIT_DIM": str(width), "OMP_NUM_THREADS": "1"}
+    figures: dict[str, Any] = {"width": width, "steps": steps}
+    for name, variables in (("plain", environment), ("recorded", recorder_environment(folder, options, environment))):
+        process = subprocess.Popen(shlex.split(command), env=variables)
+        _, status, used = os.wait4(process.pid, 0)
+        if status:
+            raise RunError(f"{command}: ended with status {status}")
+        figures |= {f"{name}_cpu_s": used.ru_utime + used.ru_stime, f"{name}_peak_bytes": used.ru_maxrss * 1024}
+    figures["record_bytes"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    began = time.process_time()
+    record = read_pages(folder)
+    compare_records(record, [record], record)
+    figures["comparison_cpu_s"] = time.process_time() - began
+    return figures
+
+
 def main(arguments: Sequence[str]) -> int:
     """Audit all cases and print a row of each."""
     parser = argparse.ArgumentParser(prog="scripts/bench audit", description=__doc__)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each right script, with other weights and samples each")
     parser.add_argument("--only", default="", help="cases whose name or script has this word")
+    parser.add_argument(
+        "--overhead", type=int, metavar="WIDTH", help="measure the recorder on a GPT of two layers of this width, and no case"
+    )
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args(arguments)
+    if options.overhead:
+        with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+            print(json.dumps(measure_overhead(options.overhead, 3, Path(folder)), indent=1))
+        return 0
     rows = []
+    preload_modules()
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         auditor = CaseAuditor(Path(folder), AuditOptions())
         for case in (*RIGHT, *WRONG):

@@ -5,6 +5,7 @@ The scripts, the recorder and the comparison are those of `shardwise audit`; onl
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import runpy
@@ -14,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -24,8 +25,28 @@ from shardwise.audit.pages import Pages, read_pages
 from shardwise.audit.run import AuditOptions, recorder_environment
 from shardwise.errors import RunError
 
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.utils.data",
+    "torch.utils.checkpoint",
+    "accelerate",
+    "lightning",
+    "shardwise.run.engine",
+    "shardwise.api",
+)  # what scripts import, if it is installed
 SCRIPTS = Path(__file__).parent / "scripts"
 RECORD = Path(sys.modules["shardwise.audit.pages"].__file__ or "").parent / "record" / "__init__.py"
+
+
+def preload_modules(names: Iterable[str] = PRELOADED) -> None:
+    """Import what scripts import, once for all forks. DeepSpeed and Megatron-Core, which change torch, are left to the scripts."""
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
 
 
 def record_script(

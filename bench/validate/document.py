@@ -117,6 +117,15 @@ and its error](benchmarks/published.md).
 [the errors, and where they come from](benchmarks/silicon.md).
 """
 
+TRAINING = """
+## Published training runs, 2022 to 2025
+
+`scripts/validate training` prices published layouts on 8 to 1,024 V100, A100 and H100 by the function behind `shardwise plan`, each with
+the set of the catalogue that stands for the software of its source, and compares seconds and whether memory suffices: [each row, the sets,
+and what was fitted](benchmarks/training.md). By source:
+
+"""
+
 OTHERS = """
 ## Other published runs
 
@@ -162,7 +171,14 @@ def table(rows: list[Row]) -> str:
 
 def write(path: Path, rows: list[Row]) -> None:
     known = list(load().values())
-    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "published", "rules", "memory")}
+    ran = {name: (path.parent / "benchmarks" / f"{name}.md").exists() for name in ("planned", "published", "rules", "memory", "training")}
     alpa = ALPA + summary(known) if known else ""
-    pages = (PUBLISHED * ran["published"], PLANNED * ran["planned"], RULES * ran["rules"], MEMORY * ran["memory"])
+    published = PUBLISHED * ran["published"] + (training_summary(path.parent) if ran["training"] else "")
+    pages = (published, PLANNED * ran["planned"], RULES * ran["rules"], MEMORY * ran["memory"])
     path.write_text(HEAD + table(rows) + "\n" + NOTES + GEMS + OTHERS + alpa + "".join(pages))
+
+
+def training_summary(folder: Path) -> str:
+    """Return the section of published training runs, with the table by source of their page."""
+    text = (folder / "benchmarks" / "training.md").read_text()
+    return TRAINING + text.partition("## By source")[2].partition("## All rows")[0].strip() + "\n"

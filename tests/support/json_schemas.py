@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from unittest import mock
 
 import torch
 
+from shardwise.audit.record.page import Page
+from shardwise.audit.record.placement import take_shard
 from shardwise.cli import run
 from shardwise.cli.output import JSON_VERSION, answer_record
 from shardwise.cli.serve_run import trial_record
@@ -54,6 +57,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "checkpoint-inspect": ("checkpoint inspect saved",),
     "checkpoint-verify": ("checkpoint verify saved",),
     "checkpoint-convert": ("checkpoint convert saved converted{number} --to safetensors",),
+    "audit": tuple(
+        f"audit --serial true --folder audit --parallel \"sh -c 'cp -r {run}/. $SHARDWISE_AUDIT_FOLDER'\"" for run in ("same", "other")
+    ),
     "serve-plan": ("serve plan {root}/examples/serve/vqa.toml --accuracy 56 --brief",),
     "serve-profile": ("serve profile signs.toml -o signs{number}.toml --batches 1 --seconds 0",),
     "serve-run": ("a load trial",),
@@ -111,18 +117,28 @@ def narrow():
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make what the commands read: a collective, a configuration, a workflow, and a checkpoint."""
+    """Make what the commands read: a collective, a configuration, a workflow, a checkpoint, and records of runs for an audit."""
+    for name, factor in (("audit/serial", 1.0), ("audit/noise1", 1.0000001), ("audit/noise2", 0.9999999), ("same", 1.0), ("other", 2.0)):
+        _record_run(folder / name, factor)
     files = {"swap.txt": SWAP, "tiny.toml": TRAIN, "signs.toml": WORKFLOW, "signs.py": VARIANTS}
     for name, text in files.items():
         (folder / name).write_text(text)
     save(folder / "saved", 1, [full_shard("w", "parameter", torch.ones(2))])
 
 
+def _record_run(folder: Path, factor: float) -> None:
+    """Write the record of two steps of one rank, whose gradients are `factor` times those of the serial run."""
+    for number in range(3):
+        weight, gradient = torch.tensor([1.0 - 0.1 * number, 2.0]), torch.tensor([factor, 0.5 * factor])
+        page = Page({"w": take_shard(weight)}, {"w": take_shard(gradient)}, aliases={"w": ["w"]}, losses=[1.0], coarsest="float32")
+        page.write(str(folder / "rank0"), number, 0, 1)
+
+
 def answer_of(command: str, folder: Path, number: int = 0) -> Any:
     """The object that a command writes to the descriptor of standard output, in this process; NAME=VALUE before it sets the environment."""
     if command in SERVED:
         return {"version": JSON_VERSION, **answer_record(SERVED[command]())}
-    words = command.format(root=ROOT, model=MODEL, number=number).split()
+    words = shlex.split(command.format(root=ROOT, model=MODEL, number=number))
     num_variables = next(i for i, word in enumerate(words) if "=" not in word)
     variables, words = dict(word.split("=", 1) for word in words[:num_variables]), words[num_variables:]
     with tempfile.TemporaryFile() as file, chdir(folder), mock.patch.dict(os.environ, variables):

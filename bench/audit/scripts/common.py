@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, SEQ, DIM, HEADS = 64, 16, 32, 4
+VOCAB, SEQ, DIM, HEADS = 64, 16, int(os.environ.get("AUDIT_DIM", "32")), 4
 
 
 class Attention(nn.Module):

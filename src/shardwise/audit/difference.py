@@ -42,7 +42,7 @@ class RunDifference:
 
     def record(self) -> dict[str, Any]:
         """Return the difference in JSON types."""
-        return {**vars(self), "ranks": list(self.ranks)}
+        return {**vars(self), "parameter": self.parameter or "", "ranks": list(self.ranks)}
 
 
 @dataclass

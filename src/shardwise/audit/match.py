@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,6 +18,12 @@ from torch import Tensor
 from shardwise.audit.pages import Pages, RecordedShard
 
 _COPY = re.compile(r"#\d+$")  # a further block of the same parameter on the same rank
+
+
+@lru_cache(maxsize=256)
+def _all_indices(numel: int) -> Tensor:
+    """Return the indices of a flat tensor, which all tensors of this size share and nobody changes."""
+    return torch.arange(numel)
 
 
 @dataclass
@@ -51,11 +59,12 @@ class ParameterMatch:
     guessed: list[str] = field(default_factory=list)
     _prefixes: dict[str, str] = field(default_factory=dict)  # of modules, on the rank that is being matched
     _rows: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)  # serial names matched on this rank
 
     def match_ranks(self, ranks: Pages) -> None:
         """Match the parameters of all ranks; those with telling values first."""
         for rank, pages in ranks.items():
-            self._prefixes, self._rows = {}, {}
+            self._prefixes, self._rows, self._taken = {}, {}, set()
             held = {name: p for name, p in pages[0].weights.items() if p is not None}
             for name in sorted(held, key=lambda n: is_constant(held[n].tensor)):
                 self._match_one(rank, name, held[name])
@@ -87,7 +96,10 @@ class ParameterMatch:
                 break
             stem = stem.rpartition(".")[0]
         names += [n for n in self.serial if n.endswith("." + name) or name.endswith("." + n)]
-        if not is_constant(values):
+        if is_constant(values):  # the last resort: the first of its kind, in forward order, that no other name has
+            leaf = name.rpartition(".")[2]
+            names += [n for n in self.serial if n.rpartition(".")[2] == leaf and n not in self._taken]
+        else:
             names += list(self.serial)
         for candidate in names:
             if candidate in self.serial and candidate not in seen:
@@ -96,6 +108,7 @@ class ParameterMatch:
 
     def _keep(self, rank: int, name: str, serial_name: str, index: Tensor) -> None:
         self.indices[rank, name], self.names[rank, name] = index, serial_name
+        self._taken.add(serial_name)
         name = _COPY.sub("", name)
         if serial_name != name:
             self.renamed[name] = serial_name
@@ -109,7 +122,7 @@ class ParameterMatch:
     def find_place(self, rank: int, name: str, shard: RecordedShard, serial_name: str) -> Tensor | None:
         """Return the flat indices of a shard's elements in a serial parameter; None if it cannot be a part of it."""
         shape, own = self.serial[serial_name].full_shape, tuple(shard.tensor.shape)
-        full = torch.arange(self.serial[serial_name].tensor.numel())
+        full = _all_indices(prod(shape))
         if shard.shape is not None:
             if shard.shape != shape:
                 return None
@@ -143,7 +156,7 @@ class ParameterMatch:
             part = rank % max(1, shape[dim] // own[dim])
             places = list(range(part * own[dim], min(shape[dim], (part + 1) * own[dim])))
             self.guessed.append(name)
-        full = torch.arange(self.serial[serial_name].tensor.numel()).reshape(shape)
+        full = _all_indices(prod(shape)).reshape(shape)
         return full.movedim(dim, 0)[places].movedim(0, dim).flatten()
 
     def gather(self, ranks: Pages, step: int, what: str) -> dict[str, list[GatheredShard]]:

@@ -73,7 +73,8 @@ def judge_tensor(shards: Sequence[GatheredShard], serial: Tensor, tolerance: flo
         errors[s.rank] = max(errors.get(s.rank, 0.0), difference if difference == difference else float("inf"))
         c = float(s.values @ expected) / max(float(expected @ expected), _TINY)
         factors[s.rank] = c
-        rest = max(rest, float((s.values - c * expected).norm()) / scale / max(abs(c), 1e-3))
+        unexplained = float((s.values - c * expected).norm()) / scale / max(abs(c), 1e-3)
+        rest = max(rest, unexplained if unexplained == unexplained else float("inf"))
     absent = int((count == 0).sum())
     if absent:
         return TensorVerdict("missing", 1.0, f"{absent} of {serial.numel()} elements are on no rank")
@@ -101,5 +102,5 @@ def _name_difference(shards: Sequence[GatheredShard], serial: Tensor, tolerance:
             return "sum", "the sum of the ranks' values is the serial one"
         if relative_difference(average, serial) <= tolerance:
             return "mean", "the mean of the ranks' values is the serial one"
-    apart = max((float((s.values - average[s.index]).norm()) for s in shards), default=0.0) / max(float(average.norm()), _TINY)
-    return ("replicas differ" if apart > tolerance else "wrong"), ""
+    apart = float(torch.stack([(s.values - average[s.index]).norm() for s in shards]).max()) / max(float(average.norm()), _TINY)
+    return ("wrong" if apart <= tolerance else "replicas differ"), ""

@@ -29,6 +29,8 @@ from shardwise.cli import (
     doctor,
     estimate,
     explain,
+    export,
+    import_configuration,
     launch,
     plan,
     probe,
@@ -90,6 +92,8 @@ app.command("whatif")(whatif.whatif)
 app.command("compare")(compare.compare)
 app.command("scaling")(scaling.scaling)
 app.command("estimate")(estimate.estimate)
+app.command("export")(export.export_plan)
+app.command("import")(import_configuration.import_configuration)
 app.command("verify")(verify.verify)
 app.command("audit")(audit.audit_scripts)
 app.command("prove")(prove.prove)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import gcd
+from typing import TYPE_CHECKING
 
 from shardwise.cli.pricing_context import PricingContext
 from shardwise.cluster.resize import resize_cluster
@@ -26,10 +27,13 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.residency import Residency, refuse_segment
 from shardwise.plan.unequal_ranks import parse_inner
 
+if TYPE_CHECKING:
+    from shardwise.cluster.cluster import Cluster
+
 DEVICE_KEYS = ("gpus", "devices")
 SEQUENCE_KEYS = ("seq", "sequence")
-NON_LAYOUT_KEYS = (*DEVICE_KEYS, *SEQUENCE_KEYS, "batch", "cluster")
-TEXT_KEYS = tuple(field.name for field in fields(Layout) if field.type == "str" and field.name in KEYS)
+NON_LAYOUT_KEYS = (*DEVICE_KEYS, *SEQUENCE_KEYS, "batch", "cluster", "stack")
+TEXT_KEYS = (*(field.name for field in fields(Layout) if field.type == "str" and field.name in KEYS), "cluster", "stack")
 FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness", "servers"), 9
 
 
@@ -89,7 +93,7 @@ def parse_changes(words: Sequence[str]) -> tuple[RequestedChange, ...]:
             continue
         if key == "compress":
             _ = Compression.parse(value)
-        elif key not in TEXT_KEYS and key != "cluster":
+        elif key not in TEXT_KEYS:
             _ = change.number
         changes.append(change)
     if not changes:
@@ -109,6 +113,8 @@ def apply_changes(plan: Plan, setting: PricingContext, changes: Sequence[Request
         from shardwise.cluster.cluster import Cluster  # here: the command starts fast
 
         cluster = Cluster.parse(by_key["cluster"].value)
+    if "stack" in by_key:
+        cluster = _with_efficiency_set(cluster, by_key["stack"].value)
     count = next((by_key[key].number for key in DEVICE_KEYS if key in by_key), None)
     if count is not None:
         cluster = resize_cluster(cluster, count)
@@ -136,6 +142,15 @@ def apply_changes(plan: Plan, setting: PricingContext, changes: Sequence[Request
         wanted.setdefault("threads", 0)  # a number of the old machines' cores
     layout, moved = refit_layout(plan.layout, wanted, ranks, plan.batch_size, other.batch_size)
     return other, layout, moved
+
+
+def _with_efficiency_set(cluster: Cluster, name: str) -> Cluster:
+    """Return the cluster priced with another efficiency set: `serial` hides no communication, `eager` is autocast over float32 weights."""
+    from shardwise.cost.calibration.efficiency import stack_of  # here: the command starts fast
+
+    if cluster.device.kind != "gpu":
+        raise UsageError(f"stack={name} names an efficiency set of GPUs, and {cluster.name} has none; name GPUs with cluster=NAME")
+    return replace(cluster, stack=stack_of(cluster.device, name).name)
 
 
 REFIT_COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch")

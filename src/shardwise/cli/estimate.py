@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.report.economy import WorkUnit
 
 EPOCHS = 90  # of ImageNet-1k, as He et al. 2015 and most after them train
+STATE_BYTES_PER_PARAMETER = 16  # float32, or mixed precision with float32 weights: weights, gradients, two moments of Adam
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, section 3.4
 # Tokens a step by parameters: Brown et al. 2020, table 2.1, rounded.
 BATCH_TOKENS = ((2e9, 5e5), (1e10, 2e6), (float("inf"), 4e6))
@@ -95,6 +96,7 @@ def show_estimate(
     with out.working(f"planning {model} on {machines.name}"):
         plan, refused = _plan_or_refusal(setting, constrain)
     fits = plan is not None and plan.prediction is not None
+    state_bytes = STATE_BYTES_PER_PARAMETER * first.graph.num_parameters
     estimate = (
         _estimate_by_plan(plan, setting, work) if plan is not None and fits else _estimate_by_arithmetic(setting, flops, plan, refused)
     )
@@ -102,6 +104,7 @@ def show_estimate(
     assumptions.append("no failures, restarts, evaluations or waiting for data")
     rows = (
         ("model", f"{model}, {format_count(first.graph.num_parameters)} parameters"),
+        ("model state", f"{state_bytes / 1e9:,.4g} GB: {STATE_BYTES_PER_PARAMETER} bytes a parameter, of weights, gradients and Adam"),
         ("machines", f"{machines.name}: {machines.num_devices} x {machines.device.name}"),
         ("work", f"{work.words}; {flops:.3g} FLOP"),
         *estimate.rows,
@@ -111,8 +114,8 @@ def show_estimate(
         {
             "model": model, "cluster": machines.name, "num_devices": machines.num_devices, "fits": fits, "reason": refused,
             "layout": str(plan.layout) if plan is not None else None, "batch_size": size, "samples": work.samples,
-            "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "time_s": estimate.time_s, "usd": estimate.usd,
-            "kwh": estimate.kwh, **_prediction_record(plan), "assumptions": assumptions,
+            "tokens": work.samples * unit.tokens_per_sample or None, "flops": flops, "model_state_bytes": state_bytes,
+            "time_s": estimate.time_s, "usd": estimate.usd, "kwh": estimate.kwh, **_prediction_record(plan), "assumptions": assumptions,
         }
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli import options
+from shardwise.cli.export import FRAMEWORK, show_export
 from shardwise.cli.output import CommandOutput, open_output
 
 if TYPE_CHECKING:
@@ -25,12 +26,13 @@ def plan(  # noqa: PLR0913
     device_memory: options.DeviceMemory = None,
     trials: options.Trials = 0,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="Also show what each layer costs under each way of sharding it.")] = False,
+    to: Annotated[str | None, typer.Option("--to", metavar="FRAMEWORK", help=f"Also show it as the configuration of {FRAMEWORK}")] = None,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
     """Choose a layout and show why.
 
-    With --layout it prices that one instead.
+    With --layout it prices that one instead. With --to it is written as another framework's configuration too, as `export` does.
 
     \b
     Example:
@@ -39,9 +41,11 @@ def plan(  # noqa: PLR0913
       shardwise plan gpt-10m --batch 16 --layout "data=2 pipeline=2 microbatches=4"
       shardwise plan resnet-18:image=1024 --batch 8 --device-memory 2GiB
       shardwise plan gpt-125m --cluster p4d.24xlarge --batch 64 --by-layer
+      shardwise plan llama-8b --cluster dgx-h100 --batch 64 --to torchtitan
     """
     with open_output(as_json) as out:
         from shardwise.cli.pricing_context import pricing_context_of_name  # here: the command starts fast
+        from shardwise.frameworks import find_framework
         from shardwise.plan.layout import Layout
         from shardwise.plan.plan_file import write_plan
         from shardwise.report.tables import plan_record, plan_tables
@@ -53,6 +57,8 @@ def plan(  # noqa: PLR0913
         wanted = Layout.parse(layout) if layout is not None else None
         check_model_text(model)  # what is wrong with the words, before the machine is measured and torch is loaded
         check_objective(objective)
+        if to is not None:
+            _ = find_framework(to)
         for words in constrain or ():
             _ = parse_constraints(words)
         memory_limit = parse_bytes(device_memory or 0)
@@ -62,13 +68,13 @@ def plan(  # noqa: PLR0913
             chosen = setting.plan(constrain or (), objective, wanted, trials, out.message)
         if target is not None:  # before the tables: their reader may close the pipe
             write_plan(chosen, target)
-            out.message(
-                f"written to {target}; edit it if you like, then: shardwise explain {target}, shardwise simulate {target}, "
-                f'or plan.file = "{target}" in a training file'
-            )
+            out.message(f"written to {target}; then: shardwise explain {target}, simulate {target}, or plan.file = in a training file")
         for table in plan_tables(chosen):
             out.table(table)
-        out.answer(plan_record(chosen) | (_by_layer(chosen, setting, out) if by_layer else {}))
+        record = plan_record(chosen) | (_by_layer(chosen, setting, out) if by_layer else {})
+        if to is not None:
+            record["export"] = show_export(chosen, setting, find_framework(to), out)
+        out.answer(record)
 
 
 def _by_layer(plan: Plan, setting: PricingContext, out: CommandOutput) -> dict[str, object]:

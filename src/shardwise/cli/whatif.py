@@ -37,6 +37,7 @@ def whatif(
     Example:
       shardwise whatif plan.toml --cluster 8xdgx-h100 gpus=16 seq=2048 recompute=full zero=3
       shardwise whatif plan.toml cluster=8xdgx-h100 --replan
+      shardwise whatif plan.toml stack=serial
     """
     with open_output(as_json) as out:
         from shardwise.cli.changes import parse_changes  # here: the command starts fast

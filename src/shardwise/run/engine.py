@@ -25,6 +25,7 @@ from shardwise.plan.ir.program import Manage, ManageOp
 from shardwise.plan.ir.timeline import Timeline
 from shardwise.plan.microbatches import check_equal_shares, num_microbatches, partial_batch_sizes, replica_sizes
 from shardwise.plan.plan import MemoryBreakdown, Plan
+from shardwise.run.checkpoint import StateShard
 from shardwise.run.checkpointing import CheckpointMixin
 from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates
 from shardwise.run.gradients.error_feedback import ErrorFeedbackState
@@ -478,8 +479,7 @@ class Engine(CheckpointMixin):
         """Return this rank's shard of a parameter's reduced gradient after `forward_backward`; None on other stages. With ZeRO only this
         rank's flat shard of it is reduced, until `full_gradients` has been called; from zero=2 on only that shard is returned."""
         self._wait_for_stale_updates()
-        gradients = (group.gradient(name) for group in self.rank_model.groups)
-        return next((x for x in gradients if x is not None), None)
+        return next((x for group in self.rank_model.groups if (x := group.gradient(name)) is not None), None)
 
     def _wait_for_stale_updates(self) -> None:
         if self._stale is not None:
@@ -487,10 +487,13 @@ class Engine(CheckpointMixin):
 
     def full_gradients(self) -> dict[str, Tensor] | None:
         """Return the full reduced gradients by parameter name on rank 0, after `forward_backward`; None elsewhere."""
+        return full_tensors({v.name: v for v in self.rank_model.graph.parameters}, self.local_gradients(), self._world_group)
+
+    def local_gradients(self) -> list[StateShard]:
+        """Return this rank's shards of the reduced gradients, after `forward_backward`. Every rank calls it."""
         self._wait_for_stale_updates()
         self.gradients.gather()
-        pieces = gradient_shards(self.rank_model)
-        return full_tensors({v.name: v for v in self.rank_model.graph.parameters}, pieces, self._world_group)
+        return gradient_shards(self.rank_model)
 
     def full_input_gradients(self, result: RunResult) -> dict[str, Tensor] | None:
         """Return the gradients of the global batch's floating-point inputs by path on rank 0; None elsewhere."""

@@ -231,7 +231,7 @@ class RunSection(_ConfigSection):
     without losing a step. With several hosts, shards that only one host has are copied to its neighbour every `copy_every` steps; "auto":
     as often as takes 2 % of the time at most. `spares`: number of ranks, started elsewhere, that wait to replace failed ones.
     With `save = "async"` checkpoints are written during training, if a copy of the state fits in memory.
-    `trackers` receive every row of `metrics.jsonl` (`shardwise.train.trackers`).
+    `trackers` receive every row of `metrics.jsonl` (`shardwise.train.trackers`). With `prove` the plan is proven before ranks start.
     """
 
     folder: str = ""
@@ -245,6 +245,7 @@ class RunSection(_ConfigSection):
     sample: int = Field(default=300, ge=0)
     prompt: str = "def "
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    prove: bool = False
 
     @field_validator("copy_every", mode="before")
     @classmethod

@@ -55,6 +55,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_C"),
     (torch._C, "DisableTorchFunctionSubclass"),
     (torch._C, "_autograd"),
+    (torch._C, "_current_graph_task_id"),
     (torch._C._autograd, "_get_creation_meta"),
     (torch.Tensor, "_is_view"),
     *(
@@ -286,6 +287,11 @@ def after_backward(callback: Any) -> None:
     """Call `callback()` when the running backward pass has finished. Only from within a gradient hook."""
     variable: Any = torch.autograd.Variable
     variable._execution_engine.queue_callback(callback)
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_operator(target: Any) -> bool:

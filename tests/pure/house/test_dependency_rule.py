@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": DATA,
     "schedules": DATA,
     "collectives": DATA,
+    "frameworks": DATA | {"schedules"},
     "cost": PRICED,
     "simulate": DATA | {"cluster", "callable"},
     "solve": PRICED,

@@ -13,6 +13,7 @@ from torch.nn import functional
 import shardwise
 from shardwise.errors import RunError, VerifyError
 from shardwise.lower import redistribute
+from shardwise.lower.kernels import random_stream
 from shardwise.run.gradients.gradient_reducer import GradientReducer
 from shardwise.run.prove import rank_threads
 from shardwise.run.prove.proof import Proof
@@ -39,6 +40,7 @@ class Transformer(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+random_stream_bound = random_stream.word_bound
 BATCH = tuple(torch.randint(0, 12, (4, 4), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
 
 
@@ -49,29 +51,72 @@ def prove_layout(layout: str, **options: Any) -> Proof:
     return proof
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tensor=2 sequence_parallel=on",
-        "data=2 zero=3",
-        "context=2 attention=ring",
-        "pipeline=2 microbatches=4 schedule=zb-h1",
-        "data=2 tensor=2 pipeline=2 microbatches=2 zero=1",
-    ],
-)
-def test_a_layout_is_equal(layout: str) -> None:
-    proof = prove_layout(layout)
-    assert proof.ok, proof
-    assert proof.error_probability <= 1e-4
+def prove_all(make: Callable[[], nn.Module], layouts: Sequence[str], batch: Any = BATCH, **options: Any) -> None:
+    """Prove layouts of a model, which is captured once."""
+    proofs = shardwise.prove(make, layouts, batch, max_error_probability=0.1, **options)
+    assert isinstance(proofs, tuple)
+    for proof in proofs:
+        assert proof.ok, proof
+        assert proof.error_probability <= 1e-2
 
 
-def test_two_steps_of_momentum_are_equal() -> None:
-    assert prove_layout("data=2 zero=1", optimizer={"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, steps=2).ok
+def test_layouts_are_equal() -> None:
+    prove_all(
+        Transformer,
+        [
+            "tensor=2 sequence_parallel=on",
+            "data=2 zero=3",
+            "data=2 shares=3/1",
+            "context=2 attention=ring",
+            "data=2 offload=activations",
+            "pipeline=2 microbatches=4 schedule=zb-h1",
+            "pipeline=2 inner=2x1/1x2 microbatches=2",
+            "data=2 tensor=2 pipeline=2 microbatches=2 zero=1",
+            "data=2 staleness=1",
+        ],
+    )
 
 
-def test_draws_are_refused_by_name() -> None:
-    with pytest.raises(shardwise.errors.ModelError, match="draws random numbers"):
-        shardwise.prove(lambda: Transformer(dropout=0.25), "data=1", BATCH)
+def test_momentum_and_microbatches_of_several_sizes_are_equal() -> None:
+    six = tuple(torch.randint(0, 12, (6, 4), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    prove_all(Transformer, ["data=2 zero=1 pipeline=2 microbatches=2", "microbatches=4"], six)
+    momentum = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}
+    prove_all(Transformer, ["data=2 zero=1"], optimizer=momentum, steps=2)
+
+
+def test_clipped_gradients_are_equal() -> None:
+    prove_all(Transformer, ["data=2 zero=1", "tensor=2 pipeline=2 microbatches=2"], optimizer={"name": "adamw", "clip": 0.5})
+
+
+def test_frozen_and_tied_parameters_are_equal() -> None:
+    def make() -> nn.Module:
+        model = Transformer()
+        model.head.weight = model.embedding.weight
+        model.up.weight.requires_grad_(False)
+        return model
+
+    prove_all(make, ["data=2 tensor=2 zero=2", "pipeline=2 microbatches=2"])
+
+
+def test_draws_are_equal() -> None:
+    prove_all(
+        lambda: Transformer(dropout=0.25),
+        ["tensor=2 sequence_parallel=on", "data=2 pipeline=2 microbatches=2 recompute=full"],
+        steps=2,
+    )
+
+
+def test_another_draw_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_stream, "word_bound", lambda chance: random_stream_bound(chance) - (1 << 50))
+    proof = shardwise.prove(lambda: Transformer(dropout=0.25), "data=2", BATCH, max_error_probability=0.1)
+    assert isinstance(proof, Proof)
+    assert not proof.ok
+
+
+@pytest.mark.parametrize("layout", ["data=2 compress=topk:0.3", "data=2 servers=1"])
+def test_a_layout_that_trains_something_else_is_refused(layout: str) -> None:
+    with pytest.raises(shardwise.errors.ModelError, match="verify"):
+        prove_layout(layout)
 
 
 def test_the_wanted_probability_is_met() -> None:

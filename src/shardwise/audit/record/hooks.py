@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,17 +80,25 @@ def _replace_dropout(recorder: Recorder) -> None:
     """Let dropout draw its mask, which moves the generator on, but not apply it: no parallel run has the serial run's masks."""
     if recorder.options.applies_dropout:
         return
-    dropout, attention = F.dropout, F.scaled_dot_product_attention
-
-    @wraps(dropout)
-    def draw_and_pass(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if torch.compiler.is_compiling() or not training or p == 0:
-            return dropout(input, p, training, inplace)
-        recorder.record_mask(input, dropout(input, p, training, False))
-        return input
+    attention = F.scaled_dot_product_attention
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        _replace_dropout_function(recorder, name)
 
     @wraps(attention)
     def attend_without_dropout(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:
         return attention(query, key, value, attn_mask, dropout_p if torch.compiler.is_compiling() else 0.0, **kwargs)
 
-    F.dropout, F.scaled_dot_product_attention = draw_and_pass, cast("Any", attend_without_dropout)
+    F.scaled_dot_product_attention = attend_without_dropout  # type: ignore[assignment]
+
+
+def _replace_dropout_function(recorder: Recorder, name: str) -> None:
+    dropout = getattr(F, name)
+
+    @wraps(dropout)
+    def draw_and_pass(input: Tensor, p: float = 0.5, training: bool = dropout.__defaults__[1], inplace: bool = False) -> Any:
+        if torch.compiler.is_compiling() or not training or p == 0:
+            return dropout(input, p, training, inplace)
+        recorder.record_mask(input, dropout(input, p, training, False))
+        return input
+
+    setattr(F, name, draw_and_pass)

@@ -121,7 +121,8 @@ class Recorder:
         if name is None or self.is_after_last():
             return
         if self._depth == 0:
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            tensors = [t for t in leaves if isinstance(t, Tensor) and not t.requires_grad]  # others are activations
             self.record_inputs(tensors)
             if self._is_lazy:  # modules that are initialised lazily have their weights only now
                 self._is_lazy = False

@@ -41,10 +41,18 @@ def sum_of_hashes(array: np.ndarray[Any, Any]) -> int:
 
 
 def describe_input(t: torch.Tensor) -> dict[str, Any] | None:
-    """Return the fingerprints of the rows of an input; None of a scalar or an empty tensor."""
+    """Return the fingerprints of the rows of an input; None of a scalar or an empty tensor.
+
+    `sums`: of rows of numbers their sums and sums of squares, since features that a frozen model computed differ in their last bits.
+    """
     if not t.dim() or not t.numel() or t.device.type == "meta":
         return None
     rows = to_array(t)
+    sums: list[list[float]] = []
+    if t.is_floating_point():
+        flat = local_tensor(t).double().reshape(len(rows), -1)
+        sums = torch.stack([flat.sum(1), (flat * flat).sum(1)], 1).tolist()
     return {
         "dtype": str(t.dtype), "row": list(rows.shape[1:]), "digests": [digest_of(row) for row in rows], "sum": str(sum_of_hashes(rows)),
+        "sums": sums,
     }  # fmt: skip

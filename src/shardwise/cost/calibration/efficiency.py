@@ -100,15 +100,13 @@ class EfficiencySet:
     `softmax_batches` heads, other numbers use the slow kernel (0: no restriction). `launch_s`: host time of a kernel. `tensor`: time of
     tensor-parallel collectives relative to the library's own; `tensor_overlap`: fraction of the backward ones that overlaps with weight
     gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients, `main_gradient_bytes` of
-    those of bfloat16; `accumulate_bytes`: moved
-    per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter and step. `overlap`: fraction of the last
-    backward that gradient reduction overlaps with; overlapped communication takes `contention` of its own time from compute, since both
-    share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for. `step_s`: the rest of a step. `spread`:
-    relative standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory
-    bandwidth
-    by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included; without it they run at the rate of products.
-    `float8_products`: products of a float8 linear layer's three that are 8-bit: 2 if its weights' gradients are 16-bit, else 3;
-    `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
+    those of bfloat16; `accumulate_bytes`: moved per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter
+    and step. `overlap`: fraction of the last backward that gradient reduction overlaps with; overlapped communication takes `contention`
+    of its own time from compute, since both share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for.
+    `step_s`: the rest of a step. `spread`: relative standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in
+    eager mode, the fraction of memory bandwidth by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included;
+    without it they run at the rate of products. `float8_products`: products of a float8 linear layer's three that are 8-bit: 2 if its
+    weights' gradients are 16-bit, else 3; `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
     """
 
     name: str
@@ -140,6 +138,7 @@ class EfficiencySet:
     accumulate_bytes: float = 6.0
     optimizer_bytes: float = 30.0
     overlap: float = 0.0
+    zero_overlap: float = 0.7  # as in DeepSpeed; assumed
     contention: float = 0.0
     exposed_sends: float = 1.0
     step_s: float = 1e-3

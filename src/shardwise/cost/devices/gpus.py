@@ -26,7 +26,6 @@ from shardwise.plan.layout import Layout
 OPTIMIZER_BYTES = 28.0  # a float32 weight, its gradient and two states are read, all but the gradient written
 CONVOLUTION = "convolution."
 MEASURED = ("activation", "norm", "batch_norm", "softmax", "cast")
-ZERO_OVERLAP = 0.7  # fraction of a microbatch that ZeRO-3 all-gathers and ZeRO-2 reduce-scatters overlap with, as in DeepSpeed; assumed
 HOST_ADAM_S = 2.0e-9  # Adam step of one parameter on the host's CPUs, of which a GPU has an eighth; assumed
 
 
@@ -106,7 +105,7 @@ class Gpus(Devices):
 
     @property
     def zero_overlap(self) -> float:
-        return max(self.stack.overlap, ZERO_OVERLAP)
+        return max(self.stack.overlap, self.stack.zero_overlap)
 
     @property
     def exposed_send_fraction(self) -> float:

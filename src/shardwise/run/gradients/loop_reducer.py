@@ -78,6 +78,11 @@ class LoopGradientReducer:
         finally:
             self._is_accumulating = was_accumulating
 
+    def forget_interrupted_backward(self) -> None:
+        """Forget a backward that an exception ended, of which torch runs no callback; called when a forward begins."""
+        if self._in_backward and not private.is_in_backward():
+            self._in_backward = False
+
     def begin_backward(self) -> None:
         """Begin a backward; called from gradient hooks only."""
         if self._in_backward:

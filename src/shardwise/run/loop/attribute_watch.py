@@ -1,8 +1,9 @@
 """Notice attributes of a divided module that a loop changes, among those that its graphs read: dropout's `p`, a temperature, a flag.
 
 A change asks for another capture, as other modes do. Values are compared at every call: attributes by identity first, then the items of
-their lists, dicts and plain objects (a configuration). Tensors count by identity and by in-place writes. Not noticed: globals, variables
-of closures, and objects without `__dict__` that are changed in place; data of more than 1,000 items.
+their lists, dicts and plain objects (a configuration). Tensors count by identity and by in-place writes. So do globals and variables of
+closures that the code of `forward` reads. Not noticed: objects without `__dict__` that are changed in place, and those that a global
+names; data of more than 1,000 items.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.attribute_reads import AttributeRead, class_name_of
+from shardwise.capture.global_reads import find_value_reads
 from shardwise.world import private
 
 AttributeChanges = tuple[tuple[str, Hashable], ...]  # (path of the attribute, its value) of each that is not as at the first capture
@@ -42,9 +44,11 @@ class AttributeWatch:
     """The attributes of a module's parts that its captures read. `reads`: grows with every capture."""
 
     def __init__(self, model: nn.Module, reads: set[AttributeRead]) -> None:
-        self._model, self._reads, self._num_reads = model, reads, 0
-        self._entries: dict[str, tuple[nn.Module, str]] = {}
-        self._pairs: list[tuple[nn.Module, str]] = []
+        self._model, self._reads, self._num_reads = model, reads, -1
+        self._entries: dict[str, tuple[object, str]] = {}
+        for words, holder, name in find_value_reads(model):
+            self._entries[words if words not in self._entries else f"{words} ({len(self._entries)})"] = holder, name
+        self._pairs: list[tuple[object, str]] = []
         self._baseline: dict[str, Hashable] = {}
         self._last: list[Any] = []
         self._containers: list[tuple[Any, list[Any]]] = []

@@ -368,6 +368,8 @@ class GraphReplica:
         if torch.is_grad_enabled():
             self.captures.batch_form.check_objects(form)
             self.gathered_weights.clear()
+            if self.gradient_reducer is not None:
+                self.gradient_reducer.forget_interrupted_backward()
         elif self.captures.batch_form.differing_objects(form):
             with self.gathered_weights.full_weights_in(self.model, self.rank_model, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)

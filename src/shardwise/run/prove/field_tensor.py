@@ -10,13 +10,13 @@ within it FieldTensors; all other floating-point tensors stay real, and are cons
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table  # the operators that torch composes of simpler ones
 
-from shardwise.capture.fakes import tree_flatten
 from shardwise.errors import ModelError
 from shardwise.run.prove import finite_field as field
 from shardwise.run.prove.finite_field import P, Q
@@ -65,6 +65,10 @@ class FieldTensor(Tensor):
         """Return the address of the numbers, which fingerprints read as words."""
         return self.a.data_ptr()
 
+    def item(self) -> Any:
+        """Return the number itself, which no Python float is; a bound of the gradient's norm is compared and divided as on tensors."""
+        return self.detach()
+
     def __deepcopy__(self, memo: Any) -> FieldTensor:
         return FieldTensor(self.a.clone(), self.b.clone(), self.hidden, [degree_of(self)])
 
@@ -84,10 +88,14 @@ def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     results = result if isinstance(result, list | tuple) else (result,)
     unknown = [x for x in results if isinstance(x, FieldTensor) and x.degree is None]
     if unknown:
-        degree = max((degree_of(x) for x in tree_flatten((args, kwargs))[0]), default=0)
+        degree = _largest_degree((*args, *kwargs.values()))
         for x in unknown:
             x.degree = [degree]
     return result
+
+
+def _largest_degree(args: Sequence[Any]) -> int:
+    return max((_largest_degree(x) if isinstance(x, list | tuple) else degree_of(x) for x in args), default=0)
 
 
 def _run_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -177,15 +185,32 @@ def lift_constants(x: Any) -> FieldTensor:
         if not x.is_floating_point():
             whole = x.detach().to(torch.int64)
             return FieldTensor(whole % P, whole % Q, degree=[0])
+        if not x.dim():
+            return FieldTensor(*_number_of(float(x)), [0])
         values, where = torch.unique(x.detach().double(), return_inverse=True)
     else:
-        values, where = torch.tensor([float(x)], dtype=torch.float64), torch.tensor(0)
+        return FieldTensor(*_number_of(float(x)), [0])
     numbers = values.tolist()
     if any(v != v or v == float("inf") for v in numbers):
         raise NotProvable("a constant of the model is not a number, or infinite")
     table = torch.tensor([(0, 0) if v < LOWEST else field.constant_of(v) for v in numbers], dtype=torch.int64).reshape(-1, 2)
     hidden = values < LOWEST
     return FieldTensor(table[:, 0][where], table[:, 1][where], hidden[where] if bool(hidden.any()) else None, [0])
+
+
+@lru_cache(maxsize=4096)
+def _number_of(x: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return number, exponent and hidden of a constant."""
+    if x != x or x == float("inf"):
+        raise NotProvable("a constant of the model is not a number, or infinite")
+    number, exponent = (0, 0) if x < LOWEST else field.constant_of(x)
+    return torch.tensor(number), torch.tensor(exponent), torch.tensor(True) if x < LOWEST else None
+
+
+def exponents_of_constants(numbers: Tensor) -> Tensor:
+    """Return the exponents that constants of these residues have, however they were computed."""
+    values, where = torch.unique(numbers, return_inverse=True)
+    return torch.tensor([field.exponent_of_residue(v) for v in values.tolist()], dtype=torch.int64)[where]
 
 
 def signed_order(x: FieldTensor) -> Tensor:

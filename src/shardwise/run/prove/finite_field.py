@@ -19,8 +19,9 @@ Q = P - 1
 _PRIMES = {2: 7, 3: 2, 5: 1, 7: 1, 11: 1, 13: 1, 17: 1, 19: 1}  # the factors of Q, with their powers
 G = next(g for g in range(2, 100) if all(pow(g, Q // p, P) != 1 for p in _PRIMES))
 _LIMB = 16  # bits; products of limbs, summed over up to 2^21 terms, are exact in float64
-_MAX_DENOMINATOR = 4096
+_MAX_DENOMINATOR, _MAX_NUMERATOR = 4096, 1 << 17
 _WORD = (1 << 64) - 1
+_ROUNDING = 2.3e-16  # of one operation, relative
 
 
 def reduce_mod(x: Tensor, modulus: int) -> Tensor:
@@ -87,6 +88,7 @@ def power_of_constant(base: int, exponent: Tensor, bound: int) -> Tensor:
     return torch.tensor([pow(base, i, P) for i in range(bound)])[exponent]
 
 
+@cache
 def hash_text(text: str) -> int:
     """Return 60 bits that depend on a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 4
@@ -94,10 +96,15 @@ def hash_text(text: str) -> int:
 
 def random_function(name: str, x: Tensor, modulus: int = P) -> Tensor:
     """Return a random function of whole numbers, of that name: equal numbers give equal numbers (SplitMix64's mixing)."""
-    z = x + _as_signed(hash_text(name) * 0x9E3779B97F4A7C15)
+    z = x + _offset_of(name)
     z = (z ^ (z >> 30 & 0x3FFFFFFFF)) * _as_signed(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> 27 & 0x1FFFFFFFFF)) * _as_signed(0x94D049BB133111EB)
     return (z ^ (z >> 31 & 0x1FFFFFFFF)) % modulus
+
+
+@cache
+def _offset_of(name: str) -> int:
+    return _as_signed(hash_text(name) * 0x9E3779B97F4A7C15)
 
 
 def _as_signed(word: int) -> int:
@@ -137,11 +144,24 @@ def constant_of(x: float) -> tuple[int, int]:
     if x == int(x) and x < P:
         return int(x), int(x) % Q
     fraction, square = Fraction(x).limit_denominator(_MAX_DENOMINATOR), Fraction(x * x).limit_denominator(_MAX_DENOMINATOR)
-    if float(fraction) == x:
+    if abs(float(fraction) - x) <= _ROUNDING * x:  # 1 / (1 - p) of dropout is a rational that was rounded twice
         return _residue_of(fraction), hash_text(f"root {fraction}") ** 2 % Q
     if square and abs(float(square) - x * x) <= 4e-16 * x * x and (root := square_root(_residue_of(square))) is not None:
         return root, hash_text(f"root {square}") % Q
     return hash_text(f"number {x!r}") % P, hash_text(f"exponent {x!r}") % Q
+
+
+@cache
+def exponent_of_residue(a: int) -> int:
+    """Return the exponent of the constant with residue `a`: of the fraction of small numbers that has it, if there is one."""
+    remainders, factors = (P, a), (0, 1)
+    while remainders[1] > _MAX_NUMERATOR:  # Euclid's algorithm, stopped halfway
+        quotient = remainders[0] // remainders[1]
+        remainders, factors = (remainders[1], remainders[0] % remainders[1]), (factors[1], factors[0] - quotient * factors[1])
+    if not 0 < abs(factors[1]) <= _MAX_DENOMINATOR:
+        return hash_text(f"residue {a}") % Q
+    fraction = Fraction(remainders[1], factors[1])
+    return constant_of(float(fraction))[1]
 
 
 def _residue_of(fraction: Fraction) -> int:

@@ -21,6 +21,7 @@ from shardwise.capture.capture import Loss
 from shardwise.capture.nesting import named_leaves, replace_leaves
 from shardwise.model.graph import Graph, Variable
 from shardwise.model.sharding.sharding import FREE_LINKS
+from shardwise.plan.compatibility import SPLIT_BY_LENGTH
 from shardwise.plan.ir.choice import AUTO, AllReduceChoices
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
@@ -41,7 +42,6 @@ from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, pl
 from shardwise.run.prove.proof import Difference, Proof
 from shardwise.run.prove.rank_threads import Exchange, thread_world
 from shardwise.run.rank_model.model_source import CachedModelSource
-from shardwise.run.sharded_state import gradient_shards
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.verify.serial import SerialRun, StepValues
 from shardwise.run.verify.verify import serial_traits
@@ -91,19 +91,21 @@ def prove_plan(
     Raises:
         NotProvable: an operator has no exact form.
     """
+    _refuse_approximate(plan.layout)
+    options = replace(options, steps=max(options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0))
     plan = replace(plan, layout=replace(plan.layout, precision="float64", all_reduce=AUTO), sums=AllReduceChoices())
     if cut_everything:
         plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
     source = replace(source, has_values=False)
     source.capture_all(plan, batch, loss)
     subject = ProofSubject(plan, make, batch, loss, source, options)
-    differences, wrong = list[Difference](), None
+    differences, wrong, run = list[Difference](), None, None
     probability, points, redrawn, seed = 1.0, 0, 0, options.seed
     while not differences and probability > options.max_error_probability:
-        run, seed = _PointProof(subject, seed), seed + 1
-        differences = run.run()
+        run = run or _ProofRun(subject)
+        differences, seed = run.compare_point(seed), seed + 1
         if CERTAINTY.zero_divisors and redrawn < MAX_REDRAWN:
-            redrawn, differences = redrawn + 1, []
+            redrawn, differences, run = redrawn + 1, [], None  # what the optimizer has after such a point shows nothing either
             continue
         points += 1
         chance = CERTAINTY.wrong_point_probability(run.degree)
@@ -117,42 +119,65 @@ def prove_plan(
     )  # fmt: skip
 
 
-class _PointProof:
-    """One random point: values of weights and inputs, the ranks' steps, and the serial run's."""
-
-    def __init__(self, subject: ProofSubject, seed: int) -> None:
-        self.subject, self.seed = subject, seed
-        self.model = self._build_model()
-        leaves = {path: x for path, x in named_leaves(subject.batch) if isinstance(x, Tensor) and x.is_floating_point()}
-        self.batch = replace_leaves(
-            subject.batch,
-            {path: leaves[path] if path not in leaves else random_numbers(x.shape, f"batch {path}", seed) for path, x in leaves.items()}
-            | {path: x for path, x in named_leaves(subject.batch) if path not in leaves},
+def _refuse_approximate(layout: Layout) -> None:
+    """Raise NotProvable for layouts that train something else than the serial model, or whose ranks have threads of their own."""
+    if layout.compress != "none":
+        raise NotProvable(f"compress={layout.compress} exchanges rounded gradients, which no serial run has; leave it out, or use verify")
+    if layout.servers:
+        raise NotProvable(
+            f"servers={layout.servers} has threads beside the ranks, which a proof does not order; leave it out, or use verify"
         )
+    if layout.split == SPLIT_BY_LENGTH:
+        raise NotProvable("split=lengths has microbatches of other shapes than the serial run; leave it out, or use verify")
+
+
+class _ProofRun:
+    """The ranks' engines and the serial run, which make steps from the same random weights and inputs: another point each time.
+
+    The optimizer's state goes on from point to point: it was equal at the end of the last one.
+    """
+
+    def __init__(self, subject: ProofSubject) -> None:
+        self.subject, self.seed = subject, subject.options.seed
+        self.model = self._build_model()
         self.buffers = {
-            name: lift_constants(x) if x.is_floating_point() else x for name, x in self.model.named_buffers(remove_duplicate=False)
+            name: lift_constants(x.clone()) if x.is_floating_point() else x.clone()
+            for name, x in self.model.named_buffers(remove_duplicate=False)
         }
+        self.batch = subject.batch
         self.steps: list[list[RankStep]] = []  # by step and rank
         self.traits: Any = None
         self.graph: Graph | None = None
         self.degree = 1  # the largest of compared values
-        CERTAINTY.reset()
+        self._engines: dict[int, Engine] = {}
+        self._serial: SerialRun | None = None
+        self._room = Exchange(subject.plan.layout.num_ranks)
 
     def _build_model(self) -> nn.Module:
         torch.manual_seed(self.subject.options.seed)
         make = self.subject.make
         return (copy.deepcopy(make) if isinstance(make, nn.Module) else make()).double()
 
-    def run(self) -> list[Difference]:
-        """Run all ranks and the serial model; return what differs."""
+    def _draw_batch(self) -> Any:
+        """Return the batch with random numbers in place of its floating-point ones."""
+        leaves = dict(named_leaves(self.subject.batch))
+        drawn = {
+            path: random_numbers(x.shape, f"batch {path}", self.seed) if isinstance(x, Tensor) and x.is_floating_point() else x
+            for path, x in leaves.items()
+        }
+        return replace_leaves(self.subject.batch, drawn)
+
+    def compare_point(self, seed: int) -> list[Difference]:
+        """Run all ranks and the serial model from a point; return what differs."""
+        CERTAINTY.reset()
+        self.seed, self.batch = seed, None
+        self.batch = self._draw_batch()
         options, num_ranks = self.subject.options, self.subject.plan.layout.num_ranks
         self.steps = [[None] * num_ranks for _ in range(options.steps)]  # type: ignore[list-item]
-        room = Exchange(num_ranks)
-        room.scheduler.run(lambda rank: self._run_rank(thread_world(room, rank, num_ranks)))
-        serial = self._serial_steps()
+        self._room.run(self._run_rank)
         return [
             difference
-            for step, expected in enumerate(serial)
+            for step, expected in enumerate(self._serial_steps())
             for rank, actual in enumerate(self.steps[step])
             for difference in self._compare(step, rank, actual, expected)
         ]
@@ -176,37 +201,39 @@ class _PointProof:
         run_rank(World(), serial_plan, one := [serial])
         whole = {(m, value): x for (m, value, _), x in one[0].items()}
         room = Exchange(layout.num_ranks)
-        room.scheduler.run(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
+        room.run(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
         assert graph is not None
         order = [(op.site, value) for op in graph.operators for value in op.outputs]
         return first_wrong_value(order, whole, places, recorded)
 
     def _build_engine(self, world: World, plan: Plan) -> Engine:
         subject = self.subject
-        engine = Engine(plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=self.seed)
+        engine = Engine(plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=subject.options.seed)
         with torch.no_grad():
             self._fill_shards(engine, engine.rank_model.graph)
         return engine
 
-    def _run_rank(self, world: World) -> None:
+    def _run_rank(self, rank: int) -> None:
         subject = self.subject
         with FieldMode():  # type: ignore[no-untyped-call]
-            engine = self._build_engine(world, subject.plan)
-            if world.rank == 0:
-                self.graph, self.traits = engine.rank_model.graph, serial_traits(engine)
-                if self.traits.num_draws:
-                    raise NotProvable("the model draws random numbers, which is not proven yet; prove it with dropout 0, or use verify")
+            engine = self._engines.get(rank)
+            if engine is None:
+                world = thread_world(self._room, rank, subject.plan.layout.num_ranks)
+                engine = self._engines[rank] = self._build_engine(world, subject.plan)
+                if rank == 0:
+                    self.graph, self.traits = engine.rank_model.graph, serial_traits(engine)
+            else:
+                with torch.no_grad():
+                    self._fill_shards(engine, engine.rank_model.graph)
             for step in range(subject.options.steps):
                 result = engine.forward_backward(self.batch, wants_input_gradients=False)
                 total, work = result.pending_loss or (torch.zeros(()), None)
                 if work is not None:
                     work.wait()
-                engine.gradients.gather()
-                gradients = _copy_shards(gradient_shards(engine.rank_model))
+                gradients = _copy_shards(engine.local_gradients())
                 engine.update()
-                engine.step_index += 0
                 loss = total[0] / total[1] if total.dim() else total
-                self.steps[step][world.rank] = RankStep(gradients, _copy_shards(engine.state_shards(drain=False)), loss)
+                self.steps[step][rank] = RankStep(gradients, _copy_shards(engine.state_shards(drain=False)), loss)
 
     def _fill_shards(self, engine: Engine, graph: Graph) -> None:
         """Write this point's weights, and the model's buffers, into a rank's shards."""
@@ -214,7 +241,7 @@ class _PointProof:
         for shard in engine.state_shards(drain=False):
             if shard.slot or shard.name not in variables or shard.kind not in ("parameter", "buffer"):
                 continue
-            shard.tensor.copy_(_part_of(self._value_of(shard.kind, variables[shard.name]), shard))
+            _refill(shard.tensor, _part_of(self._value_of(shard.kind, variables[shard.name]), shard))
         engine.refresh_parameter_copies()
 
     def _value_of(self, kind: str, v: Variable) -> Tensor:
@@ -224,14 +251,32 @@ class _PointProof:
 
     def _serial_steps(self) -> list[StepValues]:
         subject = self.subject
-        spec = OptimizerSpec.of(subject.options.optimizer)
         with FieldMode():  # type: ignore[no-untyped-call]
-            serial = SerialRun(self._field_model, self.seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits)
+            if self._serial is None:
+                spec, seed = OptimizerSpec.of(subject.options.optimizer), subject.options.seed
+                self._serial = SerialRun(
+                    self._field_model, seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits
+                )
+            else:
+                self._refill_serial(self._serial)
             steps: list[StepValues] = []
             for _ in range(subject.options.steps):
-                values = serial.step()
+                values = self._serial.step()
+                if self._serial.drew_differently:
+                    raise NotProvable("the model draws random numbers by operators without a reproducible stream; prove it without them")
                 steps.append({kind: {name: _copy_of(x) for name, x in tensors.items()} for kind, tensors in values.items()})
         return steps
+
+    def _refill_serial(self, serial: SerialRun) -> None:
+        """Give the serial run this point's weights, buffers and inputs."""
+        assert self.graph is not None
+        names = {name: v.name for v in self.graph.parameters for name in (v.name, *v.aliases)}
+        serial.set_batch(self.batch)
+        with torch.no_grad():
+            for path, p in serial.model.named_parameters():
+                _refill(p, random_numbers(p.shape, names.get(path, path), self.seed))
+            for path, b in serial.model.named_buffers():
+                _refill(b, self.buffers[path])
 
     def _field_model(self) -> nn.Module:
         """Return the user's module with this point's weights."""
@@ -263,6 +308,13 @@ class _PointProof:
                 self.degree = max(self.degree, degree_of(value), degree_of(full))
                 if not _are_equal(value, _part_of(full, shard)):
                     yield Difference(step, rank, shard.slot or kind, shard.name)
+
+
+def _refill(x: Tensor, value: Tensor) -> None:
+    """Write a point's numbers over those that a step has left."""
+    if isinstance(x, FieldTensor) and x.degree is not None:
+        x.degree[0] = 0
+    x.copy_(value)
 
 
 def _part_of(full: Tensor, shard: StateShard) -> Tensor:

@@ -102,10 +102,15 @@ class Exchange:
     """All meetings and messages between the ranks of a proof."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.scheduler = RankScheduler(num_ranks)
+        self._num_ranks, self.scheduler = num_ranks, RankScheduler(num_ranks)
         self.meetings: dict[tuple[object, ...], Meeting] = {}
         self.messages: dict[tuple[object, ...], deque[Tensor]] = defaultdict(deque)
         self.texts: dict[str, bytes] = {}
+
+    def run(self, run_rank: Callable[[int], None]) -> None:
+        """Run every rank to its end, on threads of their own. Raises the first error."""
+        self.scheduler = RankScheduler(self._num_ranks)
+        self.scheduler.run(run_rank)
 
 
 class PendingResult:

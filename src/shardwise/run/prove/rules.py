@@ -16,6 +16,7 @@ from shardwise.run.prove.field_tensor import (  # fmt: skip
     NotProvable,
     aten,
     degree_of,
+    exponents_of_constants,
     hidden_or_none,
     lift_constants,
     register_for,
@@ -134,8 +135,8 @@ def _apply_negate(func: Any, x: FieldTensor) -> Any:
 
 @register_for(aten.mul)
 def multiply_numbers(func: Any, x: Any, y: Any) -> Any:
-    is_scaling = not (isinstance(x, FieldTensor) and isinstance(y, FieldTensor))
     x, y = lift_constants(x), lift_constants(y)
+    is_scaling = not (degree_of(x) and degree_of(y))  # one is constant
     hidden = None
     if x.hidden is not None or y.hidden is not None:
         hidden = hidden_or_none(x) | hidden_or_none(y)
@@ -149,7 +150,10 @@ def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -
         raise NotProvable("a quotient of computed numbers is rounded")
     x, y = lift_constants(x), lift_constants(y)
     CERTAINTY.add_divisor(y)
-    return FieldTensor(x.a * field.inverse_of(y.a) % P, degree=[degree_of(x) + (degree_of(y) > 0)])
+    quotient = x.a * field.inverse_of(y.a) % P
+    if not degree_of(x) and not degree_of(y):
+        return FieldTensor(quotient, exponents_of_constants(quotient), degree=[0])
+    return FieldTensor(quotient, degree=[degree_of(x) + (degree_of(y) > 0)])
 
 
 @register_for(aten.reciprocal)

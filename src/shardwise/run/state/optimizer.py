@@ -450,7 +450,7 @@ class Optimizer:
         return not isfinite(norm)
 
     def norm(self) -> float:
-        """Return the global gradient norm of the whole model, each element counted once."""
+        """Return the global gradient norm of the whole model, each element counted once; `item` of the result of a sum over ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for number, group in enumerate(self._groups):
             # A shard is counted by its owner; a replicated gradient is counted by the first rank.
@@ -458,12 +458,12 @@ class Optimizer:
                 for _, g in self._updated[number]:
                     total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
         self._world.all_reduce(total)
-        return float(total.sqrt())
+        return total.sqrt().item()
 
     def _clip(self) -> float:
         norm = self.norm()
-        if not norm <= self.spec.clip:  # NaN makes all gradients NaN, as torch's clipping does
-            scale = self.spec.clip / (norm + 1e-6)
+        scale = self.spec.clip / (norm + 1e-6)
+        if not scale >= 1.0:  # NaN makes all gradients NaN, as torch's clipping does
             for pairs in self._updated:
                 for _, g in pairs:
                     g.mul_(scale)

@@ -129,8 +129,7 @@ class SerialRun:
             self.model = cast_to_float64(self.model)
         self.model = self.model.to(device)
         self._loss, self._plan, self._device = loss, plan, device
-        self._batch = {path: self._to_device(x) for path, x in named_leaves(batch) if isinstance(x, Tensor)}
-        self._nesting = batch
+        self.set_batch(batch)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not parameters that a call creates
         self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
@@ -144,6 +143,11 @@ class SerialRun:
         if self._buffers_carry_inputs():
             self._non_differentiable_inputs = frozenset(self._batch)
         self._pending: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
+
+    def set_batch(self, batch: Any) -> None:
+        """Take the batch of the steps from now on."""
+        self._batch = {path: self._to_device(x) for path, x in named_leaves(batch) if isinstance(x, Tensor)}
+        self._nesting = batch
 
     def _to_device(self, x: Tensor) -> Tensor:
         x = x.to(self._device)
