@@ -44,7 +44,7 @@ def section_of(name: str, command: Any) -> str:
     lines = [f"## shardwise {name}", "", f"`shardwise {name} {' '.join([*words, '[OPTIONS]'])}`", "", *_joined(paragraphs)]
     if arguments or options:
         lines += ["| | |", "|---|---|"]
-        lines += [f"| `{p.metavar or p.name.upper()}` | {_cell(p.help)} |" for p in arguments]
+        lines += [f"| `{(p.metavar or p.name.upper()).replace('|', chr(92) + '|')}` | {_cell(p.help)} |" for p in arguments]
         lines += [f"| {_flags(p)} | {_cell(p.help)}{_default(p)} |" for p in options]
         lines.append("")
     if examples := re.findall(r"^ *(shardwise .*)$", example, re.M):
