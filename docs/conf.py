@@ -22,7 +22,6 @@ exclude_patterns = ["_build"]
 myst_enable_extensions = ["deflist"]  # `data=N` and below it `: N replicas`, as in layouts.md
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
-myst_enable_extensions = ["deflist"]
 nb_execution_mode = "cache"  # a tutorial runs again when its text has changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
