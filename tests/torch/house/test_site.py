@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +63,7 @@ async function measured(page, width) {
 </script></body>"""
 
 
-PAGES = ("layouts", "parallelisms", "planning", "training", "schedules", "collectives", "learn", "commands")
+PAGES = ("layouts", "parallelisms", "planning", "training", "configuration", "schedules", "learn", "commands")
 NO_BROWSER = pytest.mark.skipif(BROWSER is None, reason="no browser: apt install chromium, or chromium-headless-shell")
 BROKEN = {
     "wide": ("<div style='width: 2000px'>wide</div>", "16"),
@@ -122,6 +124,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_is_built_and_its_tutorials_ran(site: Path) -> None:
     assert (site / "api.html").read_text().count('class="py function"') >= 10
     assert "largest difference:" in (site / "tutorials" / "own-loop.html").read_text()
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+        link = re.search(rf'href="\.\./(_downloads/[^"]*{page.stem}\.ipynb)"', (site / "tutorials" / f"{page.stem}.html").read_text())
+        assert link, page.stem
+        assert nbformat.read(site / link[1], as_version=4).cells
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_first_notebook_runs_and_shows_a_gain(tmp_path: Path) -> None:
+    """Its cells in a kernel of their own, as somebody runs them who downloaded it."""
+    text = (ROOT / "docs" / "tutorials" / "own-loop.md").read_text()
+    cells = re.findall(r"^```\{code-cell\}\n(.*?)^```$", text, re.M | re.S)
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(book, timeout=500, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    said = "".join(output.get("text", "") for cell in book.cells for output in cell.outputs)
+    match = re.search(r"largest difference: (\S+)", said)
+    assert match
+    assert float(match[1]) < 1e-12
+    gains = [float(gain) for gain in re.findall(r"([\d.]+) times as fast", said)]
+    assert gains[0] == 1
+    assert gains == sorted(gains)
+    assert gains[-1] > 3
+    pictures = [output for cell in book.cells[-2:] for output in cell.outputs if "text/html" in output.get("data", {})]
+    assert len(pictures) == 2
 
 
 class _Silent(http.server.SimpleHTTPRequestHandler):
@@ -166,7 +192,7 @@ def few_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight pages of the site, without the others and without running tutorials."""
     target = tmp_path_factory.mktemp("few") / "html"
     others = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").glob("*.md") if p.stem not in (*PAGES, "index")]
-    left_out = ",".join([*others, "_build", "benchmarks", "decisions", "project", "tutorials", "migrate"])
+    left_out = ",".join([*others, "_build", "benchmarks", "decisions", "project", "tutorials", "migrate", "howto"])
     done = _build(target, "-D", "nb_execution_mode=off", "-D", f"exclude_patterns={left_out}")
     assert done.returncode == 0, done.stderr[-4000:]
     return target
