@@ -53,8 +53,8 @@ Written by `scripts/validate training`, from a table of published steps that is 
 priced by the function behind `shardwise plan --layout`, with the machine and the set of the catalogue that stand for what its source ran:
 """
 SUMMARY = """No constant was fitted to these rows: every set but the default differs from torch's or Megatron's by figures that come from
-elsewhere, each with its source in the catalogue (`src/shardwise/cluster/catalogue.toml`). Which set stands for a source was chosen after a first run
-had been seen, so this is no blind test of the choice.
+elsewhere, each with its source in the catalogue (`src/shardwise/cluster/catalogue.toml`). Which set stands for a source was chosen after a
+first run had been seen, so this is no blind test of the choice.
 
 ## By source"""
 MACHINES = {"H100": "dgx-h100", "H100-96 500W": "hgx-h100-96"}
