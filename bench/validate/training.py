@@ -38,7 +38,7 @@ class Source:
 
 SOURCES = {
     "Aleph-Alpha layouts": Source("Hagemann et al. 2023", "dgx-a100-80", "@deepspeed-flash", "PyTorch, FlashAttention-2, ZeRO-1"),
-    "BigScience 2022": Source("BigScience 2022", "jean-zay-a100", "@a100-megatron-deepspeed", "Megatron-DeepSpeed"),
+    "BigScience 2022": Source("BigScience 2022", "jean-zay-a100", "@a100-deepspeed-bf16", "Megatron-DeepSpeed"),
     "BigScience V100 1.3B": Source("BigScience, V100", "p3dn.24xlarge", "@a100-megatron-deepspeed", "Megatron-DeepSpeed"),
     "Megatron-Bridge (TE fp8)": Source("Megatron-Bridge", "dgx-h100", "@h100-megatron-core", "Megatron-Core, TransformerEngine"),
     "NeMo 24.07 (TE fp8)": Source("NeMo 24.07", "dgx-h100", "@h100-megatron-core", "Megatron-Core, TransformerEngine"),
