@@ -148,7 +148,7 @@ def _with_efficiency_set(cluster: Cluster, name: str) -> Cluster:
     """Return the cluster priced with another efficiency set: `serial` hides no communication, `eager` is autocast over float32 weights."""
     from shardwise.cost.calibration.efficiency import stack_of  # here: the command starts fast
 
-    if cluster.kind.shares_hosts:
+    if cluster.kind.shares_hosts:  # processors, which are measured
         raise UsageError(f"stack={name} names an efficiency set of GPUs, and {cluster.name} has none; name GPUs with cluster=NAME")
     return replace(cluster, stack=stack_of(cluster.device, name).name)
 

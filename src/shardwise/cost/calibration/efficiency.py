@@ -102,11 +102,12 @@ class EfficiencySet:
     gradients. `microbatch_s`: host time of a microbatch on a stage. `gradient_bytes`: width of float16 gradients, `main_gradient_bytes` of
     those of bfloat16; `accumulate_bytes`: moved per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter
     and step. `overlap`: fraction of the last backward that gradient reduction overlaps with; overlapped communication takes `contention`
-    of its own time from compute, since both share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for.
-    `step_s`: the rest of a step. `spread`: relative standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in
-    eager mode, the fraction of memory bandwidth by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included;
-    without it they run at the rate of products. `float8_products`: products of a float8 linear layer's three that are 8-bit: 2 if its
-    weights' gradients are 16-bit, else 3; `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
+    of its own time from compute, since both share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for;
+    `scatters_sends`: each tensor rank sends a shard, not all. `step_s`: the rest of a step. `spread`: relative standard deviation of
+    ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory bandwidth by kind of kernel;
+    `convolution`: FLOP/s of convolutions by precision, all included; without it they run at the rate of products. `float8_products`:
+    products of a float8 linear layer's three that are 8-bit: 2 if its weights' gradients are 16-bit, else 3; `float8_cast_bytes`: moved to
+    cast an element from 16 to 8 bits.
     """
 
     name: str
@@ -141,6 +142,7 @@ class EfficiencySet:
     zero_overlap: float = 0.7  # as in DeepSpeed; assumed
     contention: float = 0.0
     exposed_sends: float = 1.0
+    scatters_sends: bool = True
     step_s: float = 1e-3
     spread: float = 0.0
     float8_products: int = 2

@@ -59,7 +59,7 @@ class Devices(ABC):
 
     `kernel_memory`: memory of kernels beyond the graph's tensors. `uses_autocast`: 16-bit precision means autocast over float32 parameters,
     so that only results of products are communicated in 16 bits; without it everything is. `has_even_stages`: frameworks give stages
-    equally many layers. `scatters_sends`: each tensor rank sends one shard to the next stage (Narayanan et al. 2021, section 4.1).
+    equally many layers.
     `overlaps_tied_reduction`: reduction of tied weights overlaps with backward like others. `recomputes_by_operator`: selective
     recomputation is counted by operator. `num_layers_loaded`: offloaded layers that are on the device at once. `has_persistent_gradients`:
     gradient buffers persist between steps, as in Megatron-LM.
@@ -71,7 +71,6 @@ class Devices(ABC):
     kernel_memory: ClassVar[type[KernelMemory]]
     uses_autocast: ClassVar[bool]
     has_even_stages: ClassVar[bool]
-    scatters_sends: ClassVar[bool]
     overlaps_tied_reduction: ClassVar[bool]
     recomputes_by_operator: ClassVar[bool]
     num_layers_loaded: ClassVar[int]
@@ -143,6 +142,11 @@ class Devices(ABC):
     def exposed_send_fraction(self) -> float:
         """Fraction of a stage's transfers that its rank waits for, beyond what the schedule shows."""
         return 0.0
+
+    @property
+    def scatters_sends(self) -> bool:
+        """Return whether each tensor rank sends one shard to the next stage (Narayanan et al. 2021, section 4.1), not all of it."""
+        return False
 
     @property
     def saves_scores(self) -> bool:

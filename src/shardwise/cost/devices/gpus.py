@@ -38,7 +38,6 @@ class Gpus(Devices):
     kernel_memory = KernelMemory
     uses_autocast = False
     has_even_stages = True
-    scatters_sends = True
     overlaps_tied_reduction = True
     recomputes_by_operator = False
     has_persistent_gradients = True
@@ -110,6 +109,10 @@ class Gpus(Devices):
     @property
     def exposed_send_fraction(self) -> float:
         return self.stack.exposed_sends
+
+    @property
+    def scatters_sends(self) -> bool:
+        return self.stack.scatters_sends
 
     @property
     def saves_scores(self) -> bool:

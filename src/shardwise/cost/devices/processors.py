@@ -32,7 +32,6 @@ class Processors(Devices):
     kernel_memory = ProcessorMemory
     uses_autocast = True
     has_even_stages = False
-    scatters_sends = False
     overlaps_tied_reduction = False
     recomputes_by_operator = True
     num_layers_loaded = 1
