@@ -76,7 +76,7 @@ def prove(  # noqa: PLR0913
         if ranks_per_axis:
             cases = [_reduce_case(model, each, batch, loss, sequence, ranks_per_axis) for each in wanted]
         else:
-            cases = _cases_of(model, wanted, batch, loss, sequence)
+            cases = _build_cases(model, wanted, batch, loss, sequence)
         proofs = tuple(
             prove_plan(case.plan, *case.subject[1:], case.source, options, cut_everything and not case.has_shards) for case in cases
         )
@@ -86,7 +86,7 @@ def prove(  # noqa: PLR0913
 
 
 @dataclass(frozen=True)
-class _Case:
+class _ProofCase:
     """A plan to prove, with its captured model. `has_shards`: the shards are a plan's, not chosen by prices."""
 
     plan: Plan
@@ -95,17 +95,18 @@ class _Case:
     has_shards: bool
 
 
-def _cases_of(model: Model, wanted: Sequence[Any], batch: Any, loss: Loss | None, sequence: int | None) -> list[_Case]:
+def _build_cases(model: Model, wanted: Sequence[Any], batch: Any, loss: Loss | None, sequence: int | None) -> list[_ProofCase]:
     if isinstance(model, str):
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     subject = subject_of(model, batch, loss)
     source = CachedModelSource.from_model(subject[1])
     return [
-        _Case(plan_to_verify(each, subject, source, None, None), subject, source, not isinstance(each, Layout | str)) for each in wanted
+        _ProofCase(plan_to_verify(each, subject, source, None, None), subject, source, not isinstance(each, Layout | str))
+        for each in wanted
     ]
 
 
-def _reduce_case(model: Model, wanted: Any, batch: Any, loss: Loss | None, sequence: int | None, ranks_per_axis: int) -> _Case:
+def _reduce_case(model: Model, wanted: Any, batch: Any, loss: Loss | None, sequence: int | None, ranks_per_axis: int) -> _ProofCase:
     """Reduce a plan, and a model by name, to what is proven in their place."""
     if ranks_per_axis < 2:
         raise UsageError(f"ranks_per_axis={ranks_per_axis} leaves nothing divided; use 2 or 3, or 0 for the plan as it is")
@@ -114,27 +115,29 @@ def _reduce_case(model: Model, wanted: Any, batch: Any, loss: Loss | None, seque
     layout = wanted.layout if isinstance(wanted, Plan) else Layout.parse(wanted) if isinstance(wanted, str) else wanted
     reduced = reduce_layout(layout, ranks_per_axis)
     if not (isinstance(model, str) and ".py" not in model and not model.startswith("hf:")):
-        return _plan_case(model, wanted, reduced, batch, loss, sequence)
+        return _build_case(model, wanted, reduced, batch, loss, sequence)
     whole = batch if isinstance(batch, int) else wanted.batch_size if isinstance(wanted, Plan) else resolve(model).default_batch
     size = reduce_batch(whole, layout, reduced)
-    previous: _Case | None = None
+    previous: _ProofCase | None = None
     for factor in _ENLARGED:
         name = reduce_name(model, sequence, divisors_of(layout, reduced), reduced.pipeline * reduced.chunks, factor)
         try:
-            case = _plan_case(resolve(name, size), wanted, reduced, None, loss, None)
+            case = _build_case(resolve(name, size), wanted, reduced, None, loss, None)
         except (Infeasible, LayoutError):
             if factor == _ENLARGED[-1]:
                 raise
             continue
-        if previous is not None and _replicated_patterns(previous.plan) == _replicated_patterns(case.plan):
+        if previous is not None and _replicated_sites(previous.plan) == _replicated_sites(case.plan):
             return previous
         previous = case
     assert previous is not None
     return previous
 
 
-def _plan_case(model: ResolvedModel | Model, wanted: Any, layout: Layout, batch: Any, loss: Loss | None, sequence: int | None) -> _Case:
-    (case,) = _cases_of(model, [layout], batch, loss, sequence)
+def _build_case(
+    model: ResolvedModel | Model, wanted: Any, layout: Layout, batch: Any, loss: Loss | None, sequence: int | None
+) -> _ProofCase:
+    (case,) = _build_cases(model, [layout], batch, loss, sequence)
     if not isinstance(wanted, Plan) or not wanted.shards:
         return case
     names = {name for name, _ in (*case.source.model.named_parameters(), *case.source.model.named_buffers())}
@@ -145,5 +148,5 @@ def _plan_case(model: ResolvedModel | Model, wanted: Any, layout: Layout, batch:
     return replace(case, plan=replace(case.plan, shards=shards), has_shards=True)
 
 
-def _replicated_patterns(plan: Plan) -> set[str]:
+def _replicated_sites(plan: Plan) -> set[str]:
     return {pattern_of(site) for site in plan.replicated_operators}

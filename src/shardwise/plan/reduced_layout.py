@@ -56,8 +56,8 @@ def reduce_layout(layout: Layout, smallest: int = 2) -> Layout:
         branch=reduce_size(layout.branch, smallest),
         microbatches=-(-microbatches // multiple) * multiple,
         chunks=min(layout.chunks, 2),
-        recompute=_whole_kind(layout.recompute),
-        offload=_whole_kind(layout.offload),
+        recompute=_residency_kind_of(layout.recompute),
+        offload=_residency_kind_of(layout.offload),
     )
 
 
@@ -76,7 +76,7 @@ def reduce_batch(batch: int, layout: Layout, reduced: Layout) -> int:
     return size if batch % parts == 0 or batch % (layout.data * layout.microbatches) == 0 else size + 1
 
 
-def _whole_kind(residency: str) -> str:
+def _residency_kind_of(residency: str) -> str:
     """Return the kind of a residency that lists layers, for all layers."""
     return residency.partition(":")[0]
 

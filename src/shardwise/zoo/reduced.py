@@ -36,8 +36,8 @@ def reduce_name(text: str, sequence: int | None, divisors: Sequence[tuple[int, i
         ModelError: no such model.
     """
     family, config = names.find(text, sequence)
-    reduction = _LayoutReduction(family, config, tuple(divisors), max(2, num_stages), enlarge)
-    reduced = reduction.run()
+    reduction = _ConfigReduction(family, config, tuple(divisors), max(2, num_stages), enlarge)
+    reduced = reduction.reduce_numbers()
     family_name = next(name for name, known in names.FAMILIES.items() if known is family)
     return f"{family_name}:{','.join(f'{field.name}={_as_word(getattr(reduced, field.name))}' for field in fields(reduced))}"
 
@@ -46,21 +46,21 @@ def _as_word(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-class _LayoutReduction:
+class _ConfigReduction:
     """The search for the smallest configuration."""
 
     def __init__(self, family: names.Family, config: Any, divisors: tuple[tuple[int, int], ...], min_layers: int, enlarge: int) -> None:
         self._family, self._config, self._divisors, self._min_layers = family, config, divisors, min_layers
         self._enlarge = enlarge
 
-    def run(self) -> Any:
+    def reduce_numbers(self) -> Any:
         """Fold layers, then reduce every other whole number, the smallest first."""
         config, counts = self._config, list[str]()
         for limit in MODULE_LIMITS:  # what counts layers is found where few modules are built
-            for key in self._whole_numbers():
-                if key not in counts and (folded := self._fold(config, key, limit)) is not None:
+            for key in self._list_whole_numbers():
+                if key not in counts and (folded := self._fold_layers(config, key, limit)) is not None:
                     config, counts = folded, [*counts, key]
-        sizes = sorted((key for key in self._whole_numbers() if key not in counts), key=lambda key: int(getattr(self._config, key)))
+        sizes = sorted((key for key in self._list_whole_numbers() if key not in counts), key=lambda key: int(getattr(self._config, key)))
         shapes, done = self._shapes_of(config), dict[str, int]()
         assert shapes is not None
         for key in sizes:
@@ -72,36 +72,40 @@ class _LayoutReduction:
             raise ModelError(f"layers differ from one another, so {', '.join(counts)} cannot be reduced; prove the model as it is")
         return config
 
-    def _whole_numbers(self) -> list[str]:
+    def _list_whole_numbers(self) -> list[str]:
         values = ((field.name, getattr(self._config, field.name)) for field in fields(self._config))
         return [name for name, value in values if isinstance(value, int) and not isinstance(value, bool) and value > 2]
 
-    def _fold(self, config: Any, key: str, limit: int) -> Any | None:
+    def _fold_layers(self, config: Any, key: str, limit: int) -> Any | None:
         """Return the configuration with fewer layers, if that is what the number counts; None if it counts something else."""
         before: Shapes | None = None
         for count in range(self._min_layers, min(getattr(config, key), self._min_layers + 4)):
-            fewer = self._try(config, key, count)
+            fewer = self._replace_number(config, key, count)
             shapes = None if fewer is None else self._shapes_of(fewer, limit)
             if before is not None and shapes is not None:
                 if len(shapes) <= len(before):
                     return None
                 if _kinds_of(shapes) == _kinds_of(before):
-                    return self._try(config, key, count - 1)
+                    return self._replace_number(config, key, count - 1)
             before = shapes
         return None
 
     def _reduce_size(self, config: Any, key: str, done: Mapping[str, int], original: Shapes) -> Any:
         value = getattr(self._config, key)
-        for candidate in self._candidates(value):
+        for candidate in self._list_candidates(value):
             if all(_keeps_order(getattr(self._config, other), value, small, candidate) for other, small in done.items()):
-                smaller = self._try(config, key, candidate)
+                smaller = self._replace_number(config, key, candidate)
                 shapes = None if smaller is None else self._shapes_of(smaller)
                 if shapes is not None and self._keeps_shapes(original, shapes):
-                    larger = self._try(config, key, min(candidate * self._enlarge, value)) if shapes == self._shapes_of(config) else None
+                    larger = (
+                        self._replace_number(config, key, min(candidate * self._enlarge, value))
+                        if shapes == self._shapes_of(config)
+                        else None
+                    )
                     return larger or smaller
         return config
 
-    def _candidates(self, value: int) -> list[int]:
+    def _list_candidates(self, value: int) -> list[int]:
         """Return smaller numbers, rising, that axes divide as they divide `value`."""
         return [n for n in range(1, min(value, MAX_SIZE)) if self._keeps_division(value, n)]
 
@@ -118,7 +122,7 @@ class _LayoutReduction:
             for name, shape in before.items()
         )
 
-    def _try(self, config: Any, key: str, value: int) -> Any | None:
+    def _replace_number(self, config: Any, key: str, value: int) -> Any | None:
         try:
             return replace(config, **{key: value})
         except (ModelError, ValueError, AssertionError):

@@ -174,7 +174,7 @@ class _ProofRun:
         self.batch = self._draw_batch()
         options, num_ranks = self.subject.options, self.subject.plan.layout.num_ranks
         self.steps = [[None] * num_ranks for _ in range(options.steps)]  # type: ignore[list-item]
-        self._room.run(self._run_rank)
+        self._room.run_ranks(self._run_rank)
         return [
             difference
             for step, expected in enumerate(self._serial_steps())
@@ -201,7 +201,7 @@ class _ProofRun:
         run_rank(World(), serial_plan, one := [serial])
         whole = {(m, value): x for (m, value, _), x in one[0].items()}
         room = Exchange(layout.num_ranks)
-        room.run(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
+        room.run_ranks(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
         assert graph is not None
         order = [(op.site, value) for op in graph.operators for value in op.outputs]
         return first_wrong_value(order, whole, places, recorded)

@@ -107,7 +107,7 @@ class Exchange:
         self.messages: dict[tuple[object, ...], deque[Tensor]] = defaultdict(deque)
         self.texts: dict[str, bytes] = {}
 
-    def run(self, run_rank: Callable[[int], None]) -> None:
+    def run_ranks(self, run_rank: Callable[[int], None]) -> None:
         """Run every rank to its end, on threads of their own. Raises the first error."""
         self.scheduler = RankScheduler(self._num_ranks)
         self.scheduler.run(run_rank)
