@@ -132,7 +132,7 @@ use_distributed_optimizer: true
 expert_model_parallel_size: 2
 recompute_granularity: full
 """
-PERFORMANCE_RECIPE = '''
+PERFORMANCE_RECIPE = """
 from base import pretrain_common
 def llama3_70b_pretrain_64gpu_config():
     cfg = pretrain_common()
@@ -145,8 +145,8 @@ def llama3_70b_pretrain_64gpu_config():
     cfg.train.global_batch_size = 256
     cfg.train.micro_batch_size = 1
     return cfg
-'''
-REGISTRY = '''
+"""
+REGISTRY = """
 def llama3_8b():
     return Trainer.Config(training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=1 * 8192, max_context_length=8192),
         model_spec=model_registry("8B"), activation_checkpoint=SelectiveAC.Config())
@@ -156,7 +156,7 @@ def llama3_70b():
     config.parallelism = ParallelismConfig(tensor_parallel_degree=8)
     config.activation_checkpoint = FullAC.Config()
     return config
-'''
+"""
 NANOTRON = """
 parallelism: {dp: 4, tp: 2, pp: 1, expert_parallel_size: 1, pp_engine: 1f1b, tp_mode: REDUCE_SCATTER}
 optimizer: {zero_stage: 0}
