@@ -1,4 +1,4 @@
-"""Exported configurations that run on two CPU ranks have the losses of serial training: plain PyTorch, Accelerate's and Lightning's words."""
+"""Exported scripts that run on two CPU ranks have the losses of serial training: replicas, sharded weights, pipelines by name and by table."""
 
 from __future__ import annotations
 
