@@ -1,4 +1,4 @@
-"""Exported scripts that run on two CPU ranks have the losses of serial training: replicas, sharded weights, pipelines by name and by table."""
+"""Exported scripts that run on two CPU ranks have the losses of serial training: replicas, sharded weights, pipelines."""
 
 from __future__ import annotations
 
