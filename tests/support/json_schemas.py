@@ -37,6 +37,7 @@ from shardwise.serve.placement.workflow_files import read_workflow
 FOLDER = Path(__file__).parents[2] / "docs" / "json"
 ROOT = Path(__file__).parents[2]
 SWAP = "all_reduce\nrank 0: chunk(0)>1 chunk(0)+<1\nrank 1: chunk(0)>0 chunk(0)+<0\n"
+ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n"
 PLAN = "plan gpt-tiny --cluster 1xcpu-2 --batch 8 --layout data=2"
 # Of each schema the commands that it is inferred from, and that must keep to it; {root}: this repository, {model}: a small one.
 # A plan is written before.
@@ -46,6 +47,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "whatif": ("whatif plan.toml zero=1 batch=16",),
     "compare": ("compare plan.toml plan.toml",),
     "scaling": ("scaling gpt-tiny --cluster 1xcpu-2 --batch 8 --devices 1,2",),
+    "export": ("export plan.toml --to deepspeed", "export plan.toml --to lightning"),
+    "import": ("import accelerate.yaml --model gpt-tiny --cluster 1xcpu-2 --batch 8", "import accelerate.yaml"),
     "estimate": ("estimate gpt-tiny --cluster 1xcpu-2 --batch 8 --tokens 1M",),
     "simulate": ("simulate plan.toml",),
     "schedule": ("schedule 1f1b --stages 2 --microbatches 4", "schedule zb-v --stages 2 --microbatches 4 --times f=1,b=1,w=1"),
@@ -120,7 +123,7 @@ def prepare_folder(folder: Path) -> None:
     """Make what the commands read: a collective, a configuration, a workflow, a checkpoint, and records of runs for an audit."""
     for name, factor in (("audit/serial", 1.0), ("audit/noise1", 1.0000001), ("audit/noise2", 0.9999999), ("same", 1.0), ("other", 2.0)):
         _record_run(folder / name, factor)
-    files = {"swap.txt": SWAP, "tiny.toml": TRAIN, "signs.toml": WORKFLOW, "signs.py": VARIANTS}
+    files = {"swap.txt": SWAP, "tiny.toml": TRAIN, "signs.toml": WORKFLOW, "signs.py": VARIANTS, "accelerate.yaml": ACCELERATE}
     for name, text in files.items():
         (folder / name).write_text(text)
     save(folder / "saved", 1, [full_shard("w", "parameter", torch.ones(2))])
