@@ -229,7 +229,7 @@ def _locate_gradient(evidence: Evidence) -> RunDifference:
     if output:
         text += f"the first output that differs is that of {output[0]} ({output[1]}), by {output[2]:.1g}"
     else:
-        text += f"all outputs agree, so it is the backward pass or the reduction; the last wrong one in forward order is {last}"
+        text += f"all outputs agree, so it is the loss, its targets, the backward pass or the reduction; the last wrong one in forward order is {last}"
     text += f"; first {first} ({wrong[first].kind}: {wrong[first].text})"
     ranks = {rank for v in wrong.values() for rank in v.ranks}
     if 0 < len(ranks) < len(evidence.ranks):
