@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     """Audit all cases and print a row of each."""
     parser = argparse.ArgumentParser(prog="scripts/bench audit", description=__doc__)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each right script, with other weights and samples each")
-    parser.add_argument("--only", default="", help="cases whose name or script has this word")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name or script has one of these words")
     parser.add_argument(
         "--overhead", type=int, metavar="WIDTH", help="measure the recorder on a GPT of two layers of this width, and no case"
     )
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         auditor = CaseAuditor(Path(folder), AuditOptions())
         for case in (*RIGHT, *WRONG):
-            if options.only not in f"{case.name} {case.script} {case.parallel}":
+            if not any(word in f"{case.name} {case.script} {case.parallel}" for word in options.only):
                 continue
             row = run_case(auditor, case, options.repeats if case.verdict == "equal" else 1)
             rows.append(row)
