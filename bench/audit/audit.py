@@ -28,6 +28,8 @@ from shardwise.audit.pages import read_pages
 from shardwise.audit.run import AuditOptions, recorder_environment
 from shardwise.errors import RunError
 
+MARK = "<!-- scripts/bench audit --page docs/audit.md -->"
+
 
 class CaseAuditor:
     """Audits cases in a folder; serial runs are recorded once for all cases that share them."""
@@ -89,6 +91,28 @@ def run_case(auditor: CaseAuditor, case: AuditCase, repeats: int) -> dict[str, A
     return {**row, "runs": repeats, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
 
 
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of the page: right scripts with their runs, wrong ones with their diagnosis."""
+    lines = ["| right script | runs | called wrong | usual noise | largest accepted difference |", "|---|---|---|---|---|"]
+    right = [row for row in rows if row["expected"] == "equal"]
+    for row in right:
+        figures = f"{row['runs']} | {len(row['wrong'])} | {row['noise']:.1g} | {row['accepted']:.1g}" if "noise" in row else "not run | | |"
+        lines.append(f"| {row['name']}: `{row['script']}` | {figures} |")
+    lines += ["", "| wrong script | verdict | what it says |", "|---|---|---|"]
+    for row in (row for row in rows if row not in right):
+        text = row.get("text") or row.get("skipped") or "not run"
+        lines.append(
+            f"| {row['name']}: `{row['script']}` | {row.get('verdict', '')}{' (not right)' if row.get('wrong') else ''} | {text} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write_table(rows: Sequence[dict[str, Any]], page: Path) -> None:
+    """Replace the table of a page, which stands between two marks."""
+    head, _, rest = page.read_text().partition(f"{MARK}\n")
+    page.write_text(f"{head}{MARK}\n\n{table_of(rows)}\n{MARK}{rest.partition(MARK)[2]}")
+
+
 def measure_overhead(width: int, steps: int, folder: Path) -> dict[str, Any]:
     """Run a script of its own on one rank with and without the recorder; returns CPU seconds, peak memory and the size of the record."""
     command = f"{sys.executable} {SCRIPTS / 'ddp.py'} --steps {steps}"
@@ -113,10 +137,11 @@ def main(arguments: Sequence[str]) -> int:
     """Audit all cases and print a row of each."""
     parser = argparse.ArgumentParser(prog="scripts/bench audit", description=__doc__)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each right script, with other weights and samples each")
-    parser.add_argument("--only", default="", help="cases whose name or script has this word")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name or script has one of these words")
     parser.add_argument(
         "--overhead", type=int, metavar="WIDTH", help="measure the recorder on a GPT of two layers of this width, and no case"
     )
+    parser.add_argument("--page", type=Path, help="write the table into this page, docs/audit.md")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args(arguments)
     if options.overhead:
@@ -128,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         auditor = CaseAuditor(Path(folder), AuditOptions())
         for case in (*RIGHT, *WRONG):
-            if options.only not in f"{case.name} {case.script} {case.parallel}":
+            if not any(word in f"{case.name} {case.script} {case.parallel}" for word in options.only):
                 continue
             row = run_case(auditor, case, options.repeats if case.verdict == "equal" else 1)
             rows.append(row)
@@ -140,6 +165,8 @@ def main(arguments: Sequence[str]) -> int:
                 auditor.forget_serial()
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.page:
+        write_table(rows, options.page)
     ran = [row for row in rows if "skipped" not in row]
     bad = sum(bool(row["wrong"]) for row in ran)
     print(f"{len(ran) - bad} of {len(ran)} scripts diagnosed rightly, {len(rows) - len(ran)} left out")

@@ -42,8 +42,6 @@ if a.bn:
     x, y = torch.randn(64, 3, 8, 8, generator=g), torch.randint(0, VOCAB, (64,), generator=g)
     model = Net()
     model.norm.momentum = 0.3 if a.bug == "momentum" and size > 1 else 0.1
-    if a.bug == "momentum":
-        model.norm.eval()  # normalises by its averages
 else:
     model = GPT(tied=bool(a.tied), dropout=a.dropout)
     x, y = samples(a, a.rows, uneven=a.bug in UNEVEN)
@@ -63,6 +61,8 @@ else:
     opt = torch.optim.AdamW(own, lr=lr, weight_decay=decay)
 schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5) if a.bug == "schedule" else None
 sampler = DistributedSampler(range(len(x)), size, 0 if a.bug == "samedata" else rank, seed=3)
+if a.bug == "momentum":  # every rank reads the whole batch
+    sampler = DistributedSampler(range(len(x)), 1, 0, seed=3)
 loader = DataLoader(TensorDataset(x, y), batch_size=a.batch, sampler=sampler)
 
 
@@ -73,7 +73,7 @@ def micro_loss(xm, ym, ys):
             torch.distributed.all_reduce(count)
         return F.cross_entropy(model(xm).flatten(0, 1), ym.flatten(), ignore_index=-100, reduction="sum") * size / count
     if a.bug == "targets" and rank == 1:
-        ym = ym.roll(1, 0)
+        ym = (ym + 1) % VOCAB
     return loss_fn(head(model(xm)), ym) / (1 if a.bug == "accum" and size > 1 else a.accum)
 
 

@@ -102,7 +102,8 @@ def _has_factor(evidence: Evidence) -> RunDifference | None:
         for what, n in counts
         if n > 1 and min(abs(c / n - 1), abs(c * n - 1)) < _CLOSE
     ]
-    which = "all" if len(names) == len(evidence.verdicts) else f"{len(names)} of {len(evidence.verdicts)}"
+    listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    which = "all" if len(names) == len(evidence.verdicts) else f"{len(names)} of {len(evidence.verdicts)} ({listed})"
     norms = _unequal_norms(evidence)
     text = f"{which} gradients are {c:.4f} x the serial ones; " + (
         ", ".join(hints) or norms or "neither the number of ranks nor of micro-batches: clipped, or a loss scale?"
@@ -229,7 +230,8 @@ def _locate_gradient(evidence: Evidence) -> RunDifference:
     if output:
         text += f"the first output that differs is that of {output[0]} ({output[1]}), by {output[2]:.1g}"
     else:
-        text += f"all outputs agree, so it is the backward pass or the reduction; the last wrong one in forward order is {last}"
+        text += "all outputs agree, so it is the loss, its targets, the backward pass or the reduction; "
+        text += f"the last wrong one in forward order is {last}"
     text += f"; first {first} ({wrong[first].kind}: {wrong[first].text})"
     ranks = {rank for v in wrong.values() for rank in v.ranks}
     if 0 < len(ranks) < len(evidence.ranks):

@@ -183,7 +183,7 @@ def kept_gradients(ranks: list[list[Page]]) -> None:
 
 FAULTS: dict[str, tuple[Callable[[list[list[Page]]], None], dict[str, Any], str]] = {
     "factor": (not_averaged, {"step": 0, "factor": 2.0, "wrong": 2, "compared": 2}, "the number of ranks"),
-    "factor of one": (one_parameter, {"step": 1, "factor": 3.0, "parameter": "up.bias", "wrong": 1}, "1 of 2 gradients"),
+    "factor of one": (one_parameter, {"step": 1, "factor": 3.0, "parameter": "up.bias", "wrong": 1}, "1 of 2 (up.bias) gradients"),
     "gradients": (one_rank, {"step": 1, "parameter": "up.weight", "ranks": [1]}, "on rank 1 only"),
     "not reduced": (not_reduced, {"step": 0, "parameter": "up.weight", "wrong": 1}, "mean is the serial one"),
     "not cleared": (kept_gradients, {"step": 1, "wrong": 2}, "zero_grad"),
