@@ -58,7 +58,8 @@ UNCHUNKED = tuple(name for name in SCHEDULES if chunks_of(name, 1) == 1)  # sche
 # Values that go with a model that was not captured as a graph and so runs whole, of every key; None: all values.
 UNCAPTURED_WITH: dict[str, tuple[int | str, ...] | None] = {
     "data": None, "tensor": (1,), "pipeline": (1,), "microbatches": None, "schedule": UNCHUNKED, "zero": (2, 1, 0),
-    "recompute": ("none",), "precision": tuple(name for name, one in PRECISIONS.items() if not one.linear_dtype and not one.held_dtype), "threads": None,
+    "recompute": ("none",), "threads": None,
+    "precision": tuple(name for name, one in PRECISIONS.items() if not one.linear_dtype and not one.held_dtype),
     "chunks": (1,), "expert": (1,), "sequence_parallel": ("off",), "sample_parallel": ("off",), "offload": ("none", "optimizer"),
     "all_reduce": None, "compress": None, "inner": ("",), "staleness": None, "servers": None, "context": (1,), "attention": (AUTO,),
     "spatial": ("1",), "channel": (1,), "branch": (1,), "neighbours": ("branch",), "lend": None, "segment": (1,), "shares": ("",),

@@ -1,4 +1,4 @@
-"""precision=bfloat16-mixed: weights of 16 bits with float32 main weights in the optimizer, bit for bit as a serial loop of the same precision."""
+"""precision=bfloat16-mixed: 16-bit weights with float32 main weights in the optimizer, bit for bit as a serial loop of that precision."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def prove_plan(
         probability *= chance
         wrong = run.locate() if differences else None
     return Proof(
-        str(replace(plan.layout, precision="float32", gradients="float32")), plan.model, points, redrawn, 1.0 if differences else probability,
-        tuple(differences), wrong,
+        str(replace(plan.layout, precision="float32", gradients="float32")), plan.model, points, redrawn,
+        1.0 if differences else probability, tuple(differences), wrong,
     )  # fmt: skip
 
 

@@ -157,7 +157,8 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
         graph=graph, sharding=sharding, groups=groups_of(graph, sharding, mesh, world), device=world.device, draw_state=base.draw,
         output_sample_dims=_sample_dims_of_outputs(request, graph, sharding), gradient_shares=gradient_shares(across, sharding, mesh),
         from_other_meshes=received_across_meshes(layout, local_stages), sample_folds=folds,
-        training_graph=base.graph, awaited_constants=frozenset(total.variable for total in loss_graph.totals), pending_constants=base.pending_constants,
+        training_graph=base.graph, awaited_constants=frozenset(total.variable for total in loss_graph.totals),
+        pending_constants=base.pending_constants,
         local_statistics=layout.local_statistics_axes, precision=PRECISIONS[layout.precision],
         local_reductions=gradient_adjustments(reduced_axes, layout, sharding, mesh), pages=request.kv_pages,
     )  # fmt: skip

@@ -154,7 +154,8 @@ class _UpdatedSegment:
 class Optimizer:
     """Updates flat groups in place, in full or (ZeRO) this rank's shard of every bucket.
 
-    Groups with `main` weights are updated there, and `data` is a copy with fewer bits. With `offload` its state and its own copy of the weights are on the host, and the update runs there (Ren et al. 2021).
+    Groups with `main` weights are updated there, and `data` is a copy with fewer bits.
+    With `offload` its state and its own copy of the weights are on the host, and the update runs there (Ren et al. 2021).
     """
 
     def __init__(
