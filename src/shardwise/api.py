@@ -401,8 +401,11 @@ def plan_to_verify(
     if dtype is None:
         dtype = layout.precision if isinstance(wanted, str) and "precision=" in wanted else "float64"
     if not isinstance(wanted, Plan):
-        wanted = plan_subject(subject, PlanRequest(unbounded_cluster(), replace(layout, precision="float32"), source=source))
-    return replace(wanted, layout=replace(layout, precision=dtype))
+        wanted = plan_subject(
+            subject, PlanRequest(unbounded_cluster(), replace(layout, precision="float32", gradients="float32"), source=source)
+        )
+    gradients = layout.gradients if dtype == layout.precision else "float32"
+    return replace(wanted, layout=replace(layout, precision=dtype, gradients=gradients))
 
 
 def simulate(

@@ -140,7 +140,9 @@ def _show_memory(out: CommandOutput, result: Verification, subject: ResolvedMode
     if result.memory:
         from shardwise import api  # here: the command starts fast
 
-        predicted = api.plan(subject, batch, cluster="1xcpu-2", layout=replace(layout, precision=result.dtype)).prediction
+        predicted = api.plan(
+            subject, batch, cluster="1xcpu-2", layout=replace(layout, precision=result.dtype, gradients="float32")
+        ).prediction
         out.table(measured_memory_table(result.memory, predicted.memory if predicted else None))
 
 

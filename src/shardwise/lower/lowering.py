@@ -22,7 +22,7 @@ from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.dims.labels import num_units_by_dim
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding, num_exchanging_ranks
-from shardwise.model.strides.autocast_dtypes import apply_autocast
+from shardwise.model.strides.autocast_dtypes import apply_autocast, narrow_parameters
 from shardwise.ops import is_random
 from shardwise.plan.ir.axis import axis_of
 from shardwise.plan.ir.mesh import Mesh
@@ -62,7 +62,7 @@ class Lowering:
     constants possibly in flight when a stage begins, for which `pending_constants` waits where they are first read. `local_statistics`:
     axes along which batch norm statistics are per rank. `precision`: of products, with autocast where it says so. `local_reductions`: of
     variables, gradient handling where nobody else reduces over the axes over which this graph leaves partial sums. `pages`: of a decoder,
-    the paged cache of earlier keys and values."""
+    the paged cache of earlier keys and values. `training_graph`: that with which parameters were allocated, if it is another one."""
 
     graph: Graph
     sharding: Sharding
@@ -79,6 +79,7 @@ class Lowering:
     precision: Precision = PRECISIONS["float32"]
     local_reductions: Mapping[str, LocalGradientReduction] = field(default_factory=dict)
     pages: PagedCache | None = None
+    training_graph: Graph | None = None
     tried_functions: set[object] = field(default_factory=set)  # users' autograd functions with the shards on which they were checked
 
     @property
@@ -127,7 +128,10 @@ class Lowering:
     @cached_property
     def _narrow_values(self) -> frozenset[str]:
         """Values that autocast narrows. GPUs have other lists; values not known to be narrow keep their traced dtype."""
-        casted = apply_autocast(self.graph).tensors if self.precision.product_dtype and self.device.type == "cpu" else {}
+        if not self.precision.product_dtype or self.device.type != "cpu":
+            return frozenset()
+        held = narrow_parameters(self.training_graph or self.graph) if self.precision.held_dtype else frozenset()
+        casted = apply_autocast(self.graph, held).tensors
         return frozenset(value for value, t in casted.items() if t.dtype != self.graph.tensors[value].dtype)
 
     @cached_property

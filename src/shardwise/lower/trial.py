@@ -135,6 +135,7 @@ class _OperatorTrial:
         """Try all operators of the rank of `lowering`; return the first failure."""
         dtypes = {value: getattr(torch, t.dtype) for value, t in self.graph.tensors.items()}
         narrow = bool(self.precision.product_dtype)
+        dtypes.update({v.value: lowering.dtype(v.value) for v in self.graph.parameters if narrow})
         for op in self.graph.operators:
             labels = {axis: label for axis, label in self.sharding.labels[op.name].items() if label}
             if not (labels or narrow) or not _needs_trial(op) or self._is_off_rank(op, lowering):

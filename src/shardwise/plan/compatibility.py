@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from shardwise.plan.ir.choice import AUTO
-from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.ir.precision import MIXED, PRECISIONS
 from shardwise.plan.ir.schedule_sizes import SCHEDULES, chunks_of
 from shardwise.plan.residency import strip_layers
 
@@ -58,11 +58,12 @@ UNCHUNKED = tuple(name for name in SCHEDULES if chunks_of(name, 1) == 1)  # sche
 # Values that go with a model that was not captured as a graph and so runs whole, of every key; None: all values.
 UNCAPTURED_WITH: dict[str, tuple[int | str, ...] | None] = {
     "data": None, "tensor": (1,), "pipeline": (1,), "microbatches": None, "schedule": UNCHUNKED, "zero": (2, 1, 0),
-    "recompute": ("none",), "precision": tuple(name for name, one in PRECISIONS.items() if not one.linear_dtype), "threads": None,
+    "recompute": ("none",), "threads": None,
+    "precision": tuple(name for name, one in PRECISIONS.items() if not one.linear_dtype and not one.held_dtype),
     "chunks": (1,), "expert": (1,), "sequence_parallel": ("off",), "sample_parallel": ("off",), "offload": ("none", "optimizer"),
     "all_reduce": None, "compress": None, "inner": ("",), "staleness": None, "servers": None, "context": (1,), "attention": (AUTO,),
     "spatial": ("1",), "channel": (1,), "branch": (1,), "neighbours": ("branch",), "lend": None, "segment": (1,), "shares": ("",),
-    "batch_norm": ("exact",), "compile": ("off",), "split": (SPLIT_FIXED,),
+    "batch_norm": ("exact",), "compile": ("off",), "split": (SPLIT_FIXED,), "gradients": ("float32",),
 }  # fmt: skip
 # Values that go with compiled stages: no gather, offload or recompute inside of them, and no split backward.
 COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
@@ -73,6 +74,9 @@ COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "offload": ("none", "optimizer"),
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
+# Values that go with 16-bit weights of which the optimizer has float32 pieces, and with 16-bit gradients of those.
+MIXED_WITH: dict[str, tuple[int | str, ...]] = {"offload": ("none", "activations"), "staleness": (0,), "servers": (0,)}
+NARROW_GRADIENTS_WITH: dict[str, tuple[int | str, ...]] = {"precision": (MIXED,), "compress": ("none",)}
 # Values that go with a split by length: weights that do not depend on it, and microbatches in sequence.
 SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
     "pipeline": (1,),
@@ -102,6 +106,10 @@ class ReplicaOptions(Protocol):
     def compile(self) -> str: ...
     @property
     def split(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def gradients(self) -> str: ...
     @property
     def staleness(self) -> int: ...
     @property
@@ -138,6 +146,10 @@ def refuse_combinations(layout: ReplicaOptions) -> str:
         reason = refuse_incompatible(layout, BRANCH_WITH, f"branch={layout.branch}", "branch=1")
     if not reason and layout.split == SPLIT_BY_LENGTH:
         reason = refuse_incompatible(layout, SPLIT_WITH, f"split={SPLIT_BY_LENGTH}", f"split={SPLIT_FIXED}")
+    if not reason and PRECISIONS[layout.precision].held_dtype:
+        reason = refuse_incompatible(layout, MIXED_WITH, f"precision={layout.precision}", "precision=bfloat16")
+    if not reason and layout.gradients != "float32":
+        reason = refuse_incompatible(layout, NARROW_GRADIENTS_WITH, f"gradients={layout.gradients}", "gradients=float32")
     return reason
 
 

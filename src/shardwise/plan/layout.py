@@ -77,6 +77,7 @@ class Layout:
     `batch_norm`: whether its statistics are those of the whole (micro)batch, or of each data replica's samples (`local`), which trains
     something else.
     `compile`: whether torch's computation between collectives is compiled, stage by stage, which takes a minute or more at the start.
+    `gradients`: dtype in which they are summed over microbatches and ranks (with precision=bfloat16-mixed).
     `split`: whether every microbatch has the layout's data x context, or, by its length, the fastest split of the same ranks.
     `actions`: text of a custom schedule, whatever its file contains by now; empty for a named one.
     `collective`: text of a custom all-reduce, likewise.
@@ -114,6 +115,7 @@ class Layout:
     shares: str = ""
     batch_norm: str = "exact"
     compile: str = "off"
+    gradients: str = "float32"
     split: str = SPLIT_FIXED
     actions: str = field(default="", repr=False)
     collective: str = field(default="", repr=False)

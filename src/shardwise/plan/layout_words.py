@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
     "precision": tuple(PRECISIONS),
+    "gradients": ("float32", "bfloat16"),
     "all_reduce": (AUTO, *ALL_REDUCE),
     "lend": (AUTO, "off", "on"),
     "batch_norm": ("exact", "local"),

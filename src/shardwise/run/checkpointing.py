@@ -134,7 +134,7 @@ class CheckpointMixin:
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)
         if self._stale is not None:
             self._stale.discard_pending()
-        self._optimizer.load_parameters()
+        self._optimizer.after_load()
         self.step_index = int(self._counters["step"])
         self._residuals.finish_load(self.step_index)
         self.loss_scale.after_load(self.step_index)

@@ -51,15 +51,20 @@ def skip_shards(skips: Mapping[str, Mapping[str, Tensor]], coordinates: Mapping[
 def weight_shards(rank_model: RankModel, coordinates: Mapping[str, int]) -> list[StateShard]:
     """Return this rank's parameters and buffers as shards."""
     shards = []
-    gathered_names = {spec.name for group in rank_model.groups if group.is_gathered for spec in group.members}
+    flat_groups = [group for group in rank_model.groups if group.is_gathered or group.main is not None]
+    gathered_names = {spec.name for group in flat_groups for spec in group.members}
     for name, spec in rank_model.local_parameters.items():
         if name not in gathered_names:
             shards += shards_at(
                 name, "parameter", spec.global_shape, spec.block_ranges, rank_model.parameters[name].detach(), is_owner=spec.is_counted
             )
-    for group in rank_model.groups:
-        if group.is_gathered:
-            shards += _shards_of_group(group, group.data)
+    for group in flat_groups:
+        if group.main is not None and group.num_shards == 1:
+            for start, spec in zip(group.starts, group.members, strict=True):
+                main = group.main[start : start + spec.size].view(spec.shape)
+                shards += shards_at(spec.name, "parameter", spec.global_shape, spec.block_ranges, main, is_owner=spec.is_counted)
+        else:
+            shards += _shards_of_group(group, group.data if group.main is None else group.main)
     for name, tensor in rank_model.buffers.items():
         variable, spans = rank_model.buffer_blocks[name]
         sharded = {

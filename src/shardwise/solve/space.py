@@ -173,6 +173,7 @@ class SearchSpace:
             have += [name for name, precision in KNOWN.items() if precision.substitute and self.is_requested("precision", name)]
         if have == ["float64"]:
             return have
+        have += [name for name, one in KNOWN.items() if one.held_dtype and one.product_dtype in have]
         for name in set(KNOWN) - set(PRECISIONS):
             if self.is_requested("precision", name):
                 return [name] if name in have else []

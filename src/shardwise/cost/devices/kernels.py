@@ -42,7 +42,9 @@ OVERLAP_EXPONENT = 3.0  # exponent of the mean of host and device; fitted with s
 ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's deep learning performance guide, "matrix multiplication"
 ALIGNED_FLOAT8 = 16  # sides of 8-bit products are multiples of it
 LAYOUT_COPY_BYTES = 2.0  # bytes moved per byte that a convolution reads or writes, for a copy in another layout: read and written
-ELEMENT_BYTES = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 2.0}  # bytes moved per element
+ELEMENT_BYTES = {  # bytes moved per element
+    "float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "bfloat16-mixed": 2.0, "float16": 2.0, "float8": 2.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

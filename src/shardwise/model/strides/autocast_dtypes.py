@@ -8,12 +8,13 @@ promoted, norms have their input's. Not modeled: recurrent layers, whose widths 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from shardwise.model.graph import Graph, Operator, Tensor, Word
+from shardwise.model.gradients import parameters_with_gradient
+from shardwise.model.graph import Graph, Operator, Tensor, Word, written_buffers
 from shardwise.ops import record_of
-from shardwise.ops.vocabulary import AutocastPolicy
+from shardwise.ops.vocabulary import AutocastPolicy, LoweringKind
 
 
 def cast_operands(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -32,9 +33,21 @@ def autocast_dtype(op: Operator) -> str:
     return {AutocastPolicy.LOW_PRECISION: "bfloat16", AutocastPolicy.FLOAT32: "float32"}.get(record_of(op).autocast, "")
 
 
-def apply_autocast(graph: Graph) -> Graph:
-    """Return the graph with the dtypes that its tensors have under autocast."""
+def narrow_parameters(graph: Graph) -> frozenset[str]:
+    """Return the names of the parameters that 16-bit precisions hold in 16 bits: trained in float32, and not written by the model itself.
+
+    Weights of batch norms stay in float32, like the running statistics that their kernels read beside them.
+    """
+    statistical = {v for op in graph.operators if record_of(op).lowering == LoweringKind.BATCH_NORM for v in op.inputs}
+    wide = statistical | written_buffers(graph)
+    trained = parameters_with_gradient(graph) - wide
+    return frozenset(v.name for v in graph.parameters if v.trainable and v.value in trained and v.tensor.dtype == "float32")
+
+
+def apply_autocast(graph: Graph, held_narrow: Collection[str] = ()) -> Graph:
+    """Return the graph with the dtypes that its tensors have under autocast, where parameters of the names `held_narrow` have 16 bits."""
     tensors = dict(graph.tensors)
+    tensors.update({v.value: replace(tensors[v.value], dtype="bfloat16") for v in graph.parameters if v.name in held_narrow})
     for op in graph.operators:
         policy = record_of(op).autocast
         all_narrow = policy != AutocastPolicy.PER_OPERAND and _is_narrow(op, tensors)

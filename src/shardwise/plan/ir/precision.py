@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIXED = "bfloat16-mixed"
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -15,7 +17,8 @@ class Precision:
     units keep of operands, where those are not cast. `substitute`: the precision whose results and speed it has on devices other than GPUs
     without such units; empty where it is a precision of every device or of none. `linear_dtype`: dtype of the operands of linear layers,
     with a scale for each row; gradients among them have more range (`float8_e5m2`), and gradients of weights are products in
-    `product_dtype`.
+    `product_dtype`. `held_dtype`: dtype in which weights are held and read while the model runs, of which the optimizer then has its own
+    pieces in `weight_dtype` (the main weights); empty where both are the same tensors.
     """
 
     name: str
@@ -25,6 +28,7 @@ class Precision:
     fraction_bits: int = 0
     substitute: str = ""
     linear_dtype: str = ""
+    held_dtype: str = ""
 
     @property
     def product_precision(self) -> str:
@@ -48,6 +52,7 @@ PRECISIONS = {
         Precision("float32"),
         Precision("tf32", fraction_bits=10, substitute="float32"),
         Precision("bfloat16", product_dtype="bfloat16"),
+        Precision(MIXED, product_dtype="bfloat16", held_dtype="bfloat16"),
         Precision("float16", product_dtype="float16", scales_loss=True, substitute="float32"),
         Precision("float8", product_dtype="bfloat16", linear_dtype="float8_e4m3fn", substitute="bfloat16"),
         Precision("float64", weight_dtype="float64"),

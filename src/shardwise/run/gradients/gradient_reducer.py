@@ -141,7 +141,7 @@ class GradientReducer:
 
     def add_product(self, name: str, a: Tensor, b: Tensor) -> None:
         """Add the product of two matrices to a parameter's gradient, without an intermediate tensor."""
-        if name in self._scatterer_of:
+        if name in self._scatterer_of or self._views[name].dtype != a.dtype:
             self.add(name, a @ b)
             return
         view = self._view(name)
@@ -228,7 +228,7 @@ class GradientReducer:
             self._view(name).copy_(value)
             self._is_first[name] = False
         else:
-            self.parameters[name].grad = torch.empty_like(self.parameters[name]).copy_(value)
+            self.parameters[name].grad = torch.empty_like(self.parameters[name], dtype=value.dtype).copy_(value)
 
     def _launch(self) -> None:
         while self._next_bucket < len(self.ordered_buckets) and self._num_missing[self._next_bucket] <= 0:

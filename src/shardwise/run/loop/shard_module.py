@@ -35,6 +35,7 @@ from shardwise.model.graph import Variable
 from shardwise.plan.compatibility import SPLIT_FIXED
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, is_shard
+from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.plan import Plan
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.gradients.outside_parameters import patch_autograd
@@ -152,6 +153,11 @@ def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, 
         raise Infeasible(
             f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
             "staleness and servers do not apply; use shardwise.parallelize"
+        )
+    if PRECISIONS[layout.precision].held_dtype:
+        raise Infeasible(
+            f"{layout}: in a plain loop the optimizer is the user's, and updates the weights that the module holds, so there are no main "
+            "weights beside them; use precision=bfloat16, or shardwise.parallelize"
         )
     patch_wrappers()
     if world.num_ranks > 1:

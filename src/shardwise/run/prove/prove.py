@@ -93,7 +93,7 @@ def prove_plan(
     """
     _refuse_approximate(plan.layout)
     options = replace(options, steps=max(options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0))
-    plan = replace(plan, layout=replace(plan.layout, precision="float64", all_reduce=AUTO), sums=AllReduceChoices())
+    plan = replace(plan, layout=replace(plan.layout, precision="float64", gradients="float32", all_reduce=AUTO), sums=AllReduceChoices())
     if cut_everything:
         plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
     source = replace(source, has_values=False)
@@ -114,8 +114,8 @@ def prove_plan(
         probability *= chance
         wrong = run.locate() if differences else None
     return Proof(
-        str(replace(plan.layout, precision="float32")), plan.model, points, redrawn, 1.0 if differences else probability,
-        tuple(differences), wrong,
+        str(replace(plan.layout, precision="float32", gradients="float32")), plan.model, points, redrawn,
+        1.0 if differences else probability, tuple(differences), wrong,
     )  # fmt: skip
 
 

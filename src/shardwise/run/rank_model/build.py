@@ -35,6 +35,7 @@ from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding, refuse_idle_axes
 from shardwise.model.stages.stages import Stage
+from shardwise.model.strides.autocast_dtypes import narrow_parameters
 from shardwise.plan.ir.axis import axis_of, sample_axes
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import is_shard
@@ -156,7 +157,8 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
         graph=graph, sharding=sharding, groups=groups_of(graph, sharding, mesh, world), device=world.device, draw_state=base.draw,
         output_sample_dims=_sample_dims_of_outputs(request, graph, sharding), gradient_shares=gradient_shares(across, sharding, mesh),
         from_other_meshes=received_across_meshes(layout, local_stages), sample_folds=folds,
-        awaited_constants=frozenset(total.variable for total in loss_graph.totals), pending_constants=base.pending_constants,
+        training_graph=base.graph, awaited_constants=frozenset(total.variable for total in loss_graph.totals),
+        pending_constants=base.pending_constants,
         local_statistics=layout.local_statistics_axes, precision=PRECISIONS[layout.precision],
         local_reductions=gradient_adjustments(reduced_axes, layout, sharding, mesh), pages=request.kv_pages,
     )  # fmt: skip
@@ -265,16 +267,23 @@ def _with_new_tensors(rank_model: RankModel, request: BuildRequest, across: Abst
         updates_per_replica=layout.servers > 0 or layout.staleness > 0,
     )
     specs = blocks.local_parameters(graph, trainable, request.optimizer, dtype, layers_reading(rank_model.lowered))
+    if held := PRECISIONS[layout.precision].held_dtype:
+        dtypes = {"held_dtype": getattr(torch, held), "gradient_dtype": getattr(torch, layout.gradients)}
+        specs.update({name: replace(specs[name], **dtypes) for name in narrow_parameters(graph) & specs.keys()})
     zero, servers = 0 if outputs else layout.zero, layout.servers_of(world.rank)
     groups, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, servers)
     choose_all_reduce(plan, world, groups)
     buffer_blocks = {v.name: (v, blocks.block_ranges(v)) for v in graph.buffers if blocks.is_stored_here(v)}
+    buffers = request.source.initial_buffers(InitialValues(specs, parameters, groups, buffer_blocks, world.device, dtype))
+    for group in groups:
+        if (held_dtype := group.members[0].held_dtype) is not None:
+            group.hold_weights(held_dtype, parameters)
     return replace(
         rank_model,
         parameters=parameters,
         local_parameters=specs,
         groups=groups,
-        buffers=request.source.initial_buffers(InitialValues(specs, parameters, groups, buffer_blocks, world.device, dtype)),
+        buffers=buffers,
         buffer_blocks=buffer_blocks,
         state_dict_names=frozenset(request.source.model.state_dict(keep_vars=True)),
         zero_shards=shards_by_name,

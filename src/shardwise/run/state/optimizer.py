@@ -154,6 +154,7 @@ class _UpdatedSegment:
 class Optimizer:
     """Updates flat groups in place, in full or (ZeRO) this rank's shard of every bucket.
 
+    Groups with `main` weights are updated there, and `data` is a copy with fewer bits.
     With `offload` its state and its own copy of the weights are on the host, and the update runs there (Ren et al. 2021).
     """
 
@@ -176,6 +177,11 @@ class Optimizer:
         # By group and shard: (parameter, gradient) on the device, and those that are updated (on the host with offload).
         self._on_device = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
         self._updated = [[(_host_buffer(p), _host_buffer(g)) if offload else (p, g) for p, g in pairs] for pairs in self._on_device]
+        for number, group in enumerate(self._groups):
+            if group.main is not None:
+                ranges = zip(self.shard_ranges(number), self._on_device[number], strict=True)
+                self._updated[number] = [(group.main.narrow(0, at, length), g) for (_, at, length), (_, g) in ranges]
+        self._narrow_gradients = [any(p.dtype != g.dtype for p, g in pairs) for pairs in self._updated]
         decays = [group.has_weight_decay for group in self._groups]
         parameters = [(p, decay) for pairs, decay in zip(self._updated, decays, strict=True) for p, _ in pairs]
         # A placeholder parameter, so that ranks without parameters have the scalar state too.
@@ -214,12 +220,16 @@ class Optimizer:
     def state_tensors(self) -> list[Tensor]:
         """Return all tensors of the optimizer other than the groups' own parameters and gradients."""
         copies = [t for pairs in self._updated for pair in pairs for t in pair] if self.offload else []
-        return [*copies, *self._inner_state(), *self.update_counts]
+        return [*copies, *self._main_weights(), *self._inner_state(), *self.update_counts]
 
     def state_changed_by_update(self) -> list[Tensor]:
         """Return what only updates change: optimizer state, and parameters other than those that the model itself writes."""
         groups = [group.data for group in self._groups if not group.members[0].is_written_by_model]
-        return [*groups, *(t for pairs in self._updated for t, _ in pairs if self.offload), *self._inner_state()]
+        copies = (t for pairs in self._updated for t, _ in pairs if self.offload)
+        return [*groups, *copies, *self._main_weights(), *self._inner_state()]
+
+    def _main_weights(self) -> list[Tensor]:
+        return [p for group, pairs in zip(self._groups, self._updated, strict=True) if group.main is not None for p, _ in pairs]
 
     def _inner_state(self) -> Iterator[Tensor]:
         return (t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor))
@@ -241,7 +251,7 @@ class Optimizer:
             for number, group in enumerate(self._groups)
             if group.num_shards == 1 and len(group.sum_ranks) > 1
             for p, _ in self._updated[number]
-            for x in (*self.inner.state[p].values(), *([p] if self.offload else []))
+            for x in (*self.inner.state[p].values(), *([p] if self.offload or group.main is not None else []))
             if isinstance(x, Tensor) and x.nbytes >= MIN_REPLICATED_BYTES
         }
 
@@ -276,6 +286,12 @@ class Optimizer:
         group = self._groups[number]
         return group.shard_ranges() if self.is_sharded[number] or group.is_allocated_per_bucket else [(0, 0, group.data.numel())]
 
+    def after_load(self) -> None:
+        """Finish loading the weights of a checkpoint: those with fewer bits follow from the main weights. Every rank calls it."""
+        if any(group.main is not None for group in self._groups):
+            self._distribute_weights()
+        self.load_parameters()
+
     def load_parameters(self) -> None:
         """Copy parameters that were written from outside (initial values, a checkpoint) to the host copy, with offload."""
         if self.offload:
@@ -294,7 +310,7 @@ class Optimizer:
         self._split_names |= names
         for number, pairs in enumerate(self._updated):
             for (p, _), (start, _, length) in zip(pairs, self.shard_ranges(number), strict=True):
-                self._split(p, _segment_bounds(self._groups[number], start, length, self._split_names))
+                self._split(p, self._groups[number].segment_bounds(start, length, self._split_names))
 
     def _split(self, p: Tensor, bounds: Sequence[tuple[int, int, str]]) -> None:
         """Update a flat tensor in segments, each with a state of its own: views of the tensor's, and counts."""
@@ -392,6 +408,9 @@ class Optimizer:
                     target.copy_(source)
                     if group.members[0].is_written_by_model:
                         copy.copy_(weights)
+        narrow = {number: self._updated[number] for number, is_narrow in enumerate(self._narrow_gradients) if is_narrow}
+        for number, pairs in narrow.items():
+            self._updated[number] = [(p, g.to(p.dtype)) for p, g in pairs]
         norm = self._clip() if self.spec.clip else None
         if self.scale is not None and self._overflowed(norm):
             return None
@@ -400,6 +419,11 @@ class Optimizer:
                 entry["lr"] = lr
         self._set_gradients()
         self._update()
+        for number, pairs in narrow.items():
+            for p, _ in pairs:
+                for x in (p, *(one.tensor for one in self._segments.get(p, ()))):
+                    x.grad = None
+            self._updated[number] = pairs
         self._distribute_weights()
         return norm
 
@@ -422,11 +446,11 @@ class Optimizer:
             count += 1
 
     def _distribute_weights(self) -> None:
-        """Copy updated weights to the device (offload), and all-gather them over ranks (ZeRO-1 and 2)."""
+        """Copy updated weights to the device (offload) and to fewer bits, and all-gather them over ranks (ZeRO-1 and 2)."""
         works = []
         for number, group in enumerate(self._groups):
             shard_group = self._reduction_groups[number]
-            if self.offload:
+            if self.offload or group.main is not None:
                 for (target, _), (source, _) in zip(self._on_device[number], self._updated[number], strict=True):
                     target.copy_(source)
             if self.is_sharded[number] and shard_group is not None and not group.is_gathered:
@@ -468,19 +492,6 @@ class Optimizer:
                 for _, g in pairs:
                     g.mul_(scale)
         return norm
-
-
-def _segment_bounds(group: FlatGroup, start: int, length: int, names: frozenset[str]) -> list[tuple[int, int, str]]:
-    """Return (start, length, name) of the segments of a shard of a flat group: one for each of these parameters, "" for those between."""
-    bounds: list[tuple[int, int, str]] = []
-    at = start
-    for member, begin in zip(group.members, group.starts, strict=True):
-        first, last = max(begin, start), min(begin + member.size, start + length)
-        if member.name in names and first < last:
-            bounds += [(at - start, first - at, "")] if first > at else []
-            bounds.append((first - start, last - first, member.name))
-            at = last
-    return [*bounds, (at - start, start + length - at, "")] if at < start + length else bounds
 
 
 def _host_buffer(x: Tensor) -> Tensor:

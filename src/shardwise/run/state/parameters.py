@@ -52,6 +52,8 @@ class LocalParameter:
     layers: tuple[tuple[int, int], ...] = ()  # (stage, layer) of its readers on this rank
     is_on_several_stages: bool = False  # whether other pipeline ranks have it too
     is_written_by_model: bool = False  # whether the model writes it in forward
+    held_dtype: torch.dtype | None = None  # of the weights that the model reads, if it is not `dtype`
+    gradient_dtype: torch.dtype | None = None  # of its accumulated gradient, if it is not `dtype`
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -103,7 +105,8 @@ class FlatGroup:
 
     `shard_index`: this rank among the `num_shards` of each bucket, -1 if others have them all (`reduce/servers`).
     `is_scattered`: `grad` is this rank's shards only, and there are no views; `is_gathered`: so is `data`. `grad` is empty if buckets have
-    gradient buffers of their own.
+    gradient buffers of their own. `main`: where `data` has fewer bits than the optimizer updates, this rank's shards of all buckets,
+    concatenated, with all bits.
     """
 
     sum_ranks: tuple[int, ...]
@@ -120,7 +123,23 @@ class FlatGroup:
     num_shards: int = 1
     is_scattered: bool = False
     is_gathered: bool = False
+    main: Tensor | None = None
     step_buffers: list[Tensor] = field(default_factory=list)  # gradients of concurrent steps (staleness); `grad` is one of them
+
+    def hold_weights(self, dtype: torch.dtype, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Hold the weights in `dtype` from now on, and what they were as `main`. Gradients keep the dtype of their buffers."""
+        wide = self.data
+        pieces = [wide[start : start + length] for start, _, length in self.shard_ranges()]
+        self.main = wide if self.is_gathered or self.num_shards == 1 else torch.cat(pieces)
+        self.data = wide.to(dtype)
+        for bucket in self.buckets:
+            if bucket.gathered_data is not None:
+                bucket.gathered_data = torch.empty(bucket.stop - bucket.start, dtype=dtype, device=wide.device)
+            flat = self.data[bucket.start : bucket.stop] if bucket.gathered_data is None else bucket.gathered_data
+            for member, at in zip(self.members, self.starts, strict=True):
+                if member.name in bucket.names:
+                    parameters[member.name].data = flat[at - bucket.start : at - bucket.start + member.size].view(member.shape)
+                    parameters[member.name].grad_dtype = self.grad.dtype
 
     def use_gradient_buffer(self, grad: Tensor) -> None:
         """Accumulate gradients in `grad` from now on: flat, zeroed, as long as the old one."""
@@ -176,6 +195,18 @@ class FlatGroup:
                     contents.append((member, shard_start + first - begin, (first - start, last - start)))
         return contents
 
+    def segment_bounds(self, start: int, length: int, names: frozenset[str]) -> list[tuple[int, int, str]]:
+        """Return (start, length, name) of the segments of a shard: one for each of these parameters, "" for those between."""
+        bounds: list[tuple[int, int, str]] = []
+        at = start
+        for member, begin in zip(self.members, self.starts, strict=True):
+            first, last = max(begin, start), min(begin + member.size, start + length)
+            if member.name in names and first < last:
+                bounds += [(at - start, first - at, "")] if first > at else []
+                bounds.append((first - start, last - first, member.name))
+                at = last
+        return [*bounds, (at - start, start + length - at, "")] if at < start + length else bounds
+
     def gradient(self, name: str) -> Tensor | None:
         """Return the reduced gradient of a parameter: this rank's block, or its flat ZeRO shard of it. None if not in this group."""
         if not self.is_scattered:
@@ -212,7 +243,7 @@ def build_groups(
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
     for p in sorted((p for p in parameters if p.is_trainable), key=lambda p: p.gradient_order):
         keyed.setdefault(
-            (p.dtype, p.sum_ranks, p.sharding_key, p.has_weight_decay, p.is_on_several_stages, p.is_written_by_model), []
+            (p.dtype, p.held_dtype, p.sum_ranks, p.sharding_key, p.has_weight_decay, p.is_on_several_stages, p.is_written_by_model), []
         ).append(p)
     groups: list[FlatGroup] = []
     by_name: dict[str, torch.nn.Parameter] = {}
@@ -229,7 +260,7 @@ def build_groups(
         starts, buckets = _place_in_buckets(members, shards, scattered, limit)
         size = buckets[-1].stop
         data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
-        grad = torch.zeros(size // shards if scattered else size, dtype=first.dtype, device=device)
+        grad = torch.zeros(size // shards if scattered else size, dtype=first.gradient_dtype or first.dtype, device=device)
         shard_ranks = tuple(servers) or first.sum_ranks
         index = 0 if shards == 1 and not servers else shard_ranks.index(rank) if rank in shard_ranks else -1
         group = FlatGroup(

@@ -50,7 +50,8 @@ class SerialTraits:
     `fills_missing_gradients`: parameters that a step does not use have a zero gradient instead of none. `unbatched_inputs`: tensors of the
     batch without a sample dimension, though as long. `num_draws`: random draws of a call of the model; `sample_folds`: where samples are in
     each. `microbatch_sizes`: their losses are weighted by samples; empty: the whole batch is computed at once. `num_replicas`: shards of
-    a microbatch with batch norm statistics of their own.
+    a microbatch with batch norm statistics of their own. `narrow_parameters`: names of parameters that are held in 16 bits, of which the
+    optimizer updates main weights.
     """
 
     fills_missing_gradients: bool = False
@@ -60,6 +61,7 @@ class SerialTraits:
     sample_folds: Sequence[SampleFold | None] = ()
     microbatch_sizes: tuple[int, ...] = ()
     num_replicas: int = 1
+    narrow_parameters: frozenset[str] = frozenset()
 
 
 class _LocalBatchNorm(TorchFunctionMode):
@@ -132,7 +134,8 @@ class SerialRun:
         self.set_batch(batch)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._trained = {name for name, p in self.model.named_parameters() if p.requires_grad}  # not parameters that a call creates
-        self._optimizer = spec.build([(p, spec.decays(p.shape)) for p in trained])
+        self._main = _hold_main_weights(self.model, traits.narrow_parameters, plan)
+        self._optimizer = spec.build([(self._main.get(p, p), spec.decays(p.shape)) for p in trained])
         self._clip, self._slots = spec.clip, spec.slots
         # torch's own loss scaling, one factor for all microbatches of a step; disabled in other precisions.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=PRECISIONS[plan.layout.precision].scales_loss)
@@ -188,18 +191,22 @@ class SerialRun:
         if len(self._pending) > self._plan.layout.staleness:
             for p, grad in zip(self.model.parameters(), self._pending.pop(0), strict=True):
                 p.grad = grad
+            for p, main in self._main.items():
+                main.grad = None if p.grad is None else p.grad.to(main.dtype)
             if self._clip:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+                torch.nn.utils.clip_grad_norm_([self._main.get(p, p) for p in self.model.parameters()], self._clip)
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        weights = {name: x.detach() for name, x in (*self.model.named_parameters(), *self.model.named_buffers())}
+            self._cast_main_weights()
+        parameters = {name: self._main.get(p, p) for name, p in self.model.named_parameters()}
+        weights = {name: x.detach() for name, x in (*parameters.items(), *self.model.named_buffers())}
         total_loss = torch.tensor(total, dtype=torch.float64)
         optimizer_state = self._optimizer_state()
         return {"loss": {"": total_loss}, "gradients": values, "input_gradients": inputs, "weights": weights, "optimizer": optimizer_state}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer state of every updated parameter, by "name slot"."""
-        states = {name: self._optimizer.state.get(p, {}) for name, p in self.model.named_parameters()}
+        states = {name: self._optimizer.state.get(self._main.get(p, p), {}) for name, p in self.model.named_parameters()}
         return {
             f"{name} {slot}": comparable_slot(slot, state[slot])
             for name, state in states.items()
@@ -207,9 +214,14 @@ class SerialRun:
             if state.get(slot) is not None
         }
 
+    @torch.no_grad()
+    def _cast_main_weights(self) -> None:
+        for p, main in self._main.items():
+            p.copy_(main)
+
     def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
         samples, start = batch_size_of(self._nesting), 0
-        self._optimizer.zero_grad(set_to_none=True)  # pending updates keep their tensors
+        self.model.zero_grad(set_to_none=True)  # pending updates keep their tensors
         leaves_now = {
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._non_differentiable_inputs)
             for path, x in self._batch.items()
@@ -280,7 +292,19 @@ class SerialRun:
             for p in self.model.parameters():
                 if p.is_floating_point():
                     signs = torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1
-                    p.mul_(1 + epsilon * signs)
+                    self._main.get(p, p).mul_(1 + epsilon * signs)
+        self._cast_main_weights()
+
+
+def _hold_main_weights(model: nn.Module, names: frozenset[str], plan: Plan) -> dict[Tensor, Tensor]:
+    """Cast parameters of these names to the dtype in which `plan` holds weights; return what they were, by parameter."""
+    main: dict[Tensor, Tensor] = {}
+    for name, p in model.named_parameters():
+        if name in names:
+            main[p] = p.detach().clone().requires_grad_()
+            p.data = p.detach().to(getattr(torch, PRECISIONS[plan.layout.precision].held_dtype))
+            p.grad_dtype = getattr(torch, plan.layout.gradients)
+    return main
 
 
 class RoundingNoise:

@@ -36,10 +36,11 @@ from shardwise.lower.kernels.random_operators import SUPPORTED
 from shardwise.model.batch.additive import describe_couplings, local_statistics_couplings
 from shardwise.model.gradients import undifferentiable_inputs
 from shardwise.model.sharding.sharding import FREE_LINKS
+from shardwise.model.strides.autocast_dtypes import narrow_parameters
 from shardwise.ops import is_random
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH
 from shardwise.plan.ir.compression import Compression
-from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.ir.precision import MIXED, PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import DeviceOptions, Engine
@@ -58,7 +59,7 @@ from shardwise.world.launch.launch import launch
 from shardwise.world.world import World
 
 # With products that round their operands, these hold if no noise can be measured.
-TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "tf32": 5e-2, "bfloat16": 5e-2, "float16": 5e-2, "float8": 0.2}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "tf32": 5e-2, "bfloat16": 5e-2, MIXED: 5e-2, "float16": 5e-2, "float8": 0.2}
 # In 16 bits differences are multiples of the noise: at most 1.7 in 31,000 tensors of five networks, two precisions and four layouts.
 _NARROW_FACTOR = 4.0
 # A parallel run rounds where no serial run does. Its distance was at most 1.6 times that of the perturbed serial runs over 30 models; of a
@@ -205,6 +206,7 @@ def serial_traits(engine: Engine) -> SerialTraits:
         sample_folds=parts.sample_folds,
         microbatch_sizes=plan.microbatch_sizes if find_coupling(engine) else (),
         num_replicas=plan.layout.data if plan.layout.local_statistics_axes else 1,
+        narrow_parameters=narrow_parameters(parts.graph) if PRECISIONS[plan.layout.precision].held_dtype else frozenset(),
     )
 
 
@@ -347,7 +349,7 @@ class _VerificationRun:
         return Verification(
             comparison.first_difference is None, comparison.worst, comparison.first_difference, plan.replicated_operators,
                 self.tolerance, memory,
-            str(replace(layout, precision="float32")), self.options.steps, layout.precision, shares,
+            str(replace(layout, precision="float32", gradients="float32")), self.options.steps, layout.precision, shares,
             (*texts, *_coupling_warnings(layout, self.coupling, self.whole_batch, TOLERANCE[layout.precision])),
             whole_batch=self.whole_batch,
             in_noise=bool(comparison.rounding),
@@ -363,7 +365,7 @@ def verify_on_rank(
     """
     exact, eight_bits = None, bool(PRECISIONS[plan.layout.precision].linear_dtype)
     if eight_bits:  # its noise hides errors: verify the same layout in float64, and each product against its bound
-        wide = replace(plan, layout=replace(plan.layout, precision="float64"))
+        wide = replace(plan, layout=replace(plan.layout, precision="float64", gradients="float32"))
         exact = verify_on_rank(world, wide, make, batch, loss, source, replace(options or Options(), tolerance=None))
     run = _VerificationRun(world, plan, make, batch, loss, source, options or Options())
     wrong = find_wrong_product(run.engine.rank_model, world) if eight_bits else ""
