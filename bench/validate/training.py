@@ -56,10 +56,10 @@ SUMMARY = """No constant was fitted to these rows: every set but the default dif
 elsewhere, each with its source in the catalogue (`src/shardwise/cluster/catalogue.toml`). Which set stands for a source was chosen after a
 first run had been seen, so this is no blind test of the choice.
 
-What is off most: Hagemann's pipelines of two stages (-4 to -33 %, most with many replicas or large microbatches: their pipeline loses ten
-microbatches' time and more where ours loses one) and layers computed again at 8,192 positions (-20 %). Without a pipeline the same source is
-within 6 % at 13 B, and -11 % at 30 B. Memory of float8 on Megatron-Core is counted 4 to 11 % above what the cards have, since `recompute`
-has no choice of cheap operators yet.
+What is off most: Hagemann's pipelines of two stages (-4 to -33 %, most with many replicas or large microbatches: their pipeline loses
+ten microbatches' time and more where ours loses one) and layers computed again at 8,192 positions (-20 %). Without a pipeline the same
+source is within 6 % at 13 B, and -11 % at 30 B. Memory of float8 on Megatron-Core is counted 4 to 11 % above what the cards have, since
+`recompute` has no choice of cheap operators yet.
 
 ## By source"""
 MACHINES = {"H100": "dgx-h100", "H100-96 500W": "hgx-h100-96"}
