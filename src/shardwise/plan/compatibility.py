@@ -75,7 +75,16 @@ COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
 # Values that go with 16-bit weights of which the optimizer has float32 pieces, and with 16-bit gradients of those.
-MIXED_WITH: dict[str, tuple[int | str, ...]] = {"offload": ("none", "activations"), "staleness": (0,), "servers": (0,)}
+MIXED_WITH: dict[str, tuple[int | str, ...]] = {
+    "offload": ("none", "activations"),
+    "staleness": (0,),
+    "servers": (0,),
+    "pipeline": (1,),
+    "inner": ("",),
+    "expert": (1,),
+    "branch": (1,),
+    "compile": ("off",),
+}
 NARROW_GRADIENTS_WITH: dict[str, tuple[int | str, ...]] = {"precision": (MIXED,), "compress": ("none",)}
 # Values that go with a split by length: weights that do not depend on it, and microbatches in sequence.
 SPLIT_WITH: dict[str, tuple[int | str, ...]] = {

@@ -84,7 +84,7 @@ def refuse_words(words: tuple[str, ...]) -> str:
     builds thousands of layouts of the same few words.
 
     >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off", "fixed"))
-    'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, float16, float8, float64'
+    'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, bfloat16-mixed, float16, float8, float64'
     """
     return next((reason for key, word in zip(CHOICES, words, strict=True) if (reason := refuse_word(key, word))), "")
 

@@ -191,8 +191,8 @@ class SerialRun:
         if len(self._pending) > self._plan.layout.staleness:
             for p, grad in zip(self.model.parameters(), self._pending.pop(0), strict=True):
                 p.grad = grad
-            for p, main in self._main.items():
-                main.grad = None if p.grad is None else p.grad.to(main.dtype)
+            for weight, main in self._main.items():
+                main.grad = None if weight.grad is None else weight.grad.to(main.dtype)
             if self._clip:
                 torch.nn.utils.clip_grad_norm_([self._main.get(p, p) for p in self.model.parameters()], self._clip)
             self._scaler.step(self._optimizer)
