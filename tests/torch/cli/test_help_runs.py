@@ -43,7 +43,9 @@ def test_files_of_the_repository_that_examples_name_exist(capfd: pytest.CaptureF
 def test_examples_of_help_texts_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     doc_blocks.folder_of("", tmp_path)
     (tmp_path / "config.json").rename(tmp_path / "gpt2.json")
-    (tmp_path / "accelerate.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n")
+    (tmp_path / "accelerate.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
+    )
     text = (ROOT / "docs" / "schedules.md").read_text()
     (tmp_path / "mine.txt").write_text(re.findall(r"^```text\n(.*?)^```", text, re.S | re.M)[0])
     for words in examples(capfd):
