@@ -45,7 +45,8 @@ def test_only_what_is_repeated_goes_together_and_no_more_than_the_length(row: li
         ("segment=2 recompute=full offload=activations", "offload=activations is not supported; use offload=none or optimizer"),
         ("segment=2 recompute=full:1 offload=all:1", "offload=all:1 is not supported"),
         ("segment=2 recompute=full data=2 zero=3", "zero=3 is not supported"),
-        ("recompute_num_layers=2", "did you mean segment"),
+        ("segmnet=2", "did you mean segment"),
+        ("recompute_num_layers=2", "segment=2 recomputes layers together"),  # Megatron's word for it
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: str, said: str) -> None:
