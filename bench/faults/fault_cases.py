@@ -110,7 +110,7 @@ ENDINGS: tuple[Ending, ...] = (
     Ending("no memory on one rank", "memory", 4, ("rank 1 failed: MemoryError: cannot allocate 12 GiB",)),
     Ending("sys.exit in one rank", "sys.exit:0", 4, ("rank 1 failed: .*sys.exit",)),
     Ending("a rank that is killed at the same step again and again", "SIGKILL", 4,
-           (r"6 losses of a rank after step \d+, and no step further", "rank 1 was killed by SIGKILL"), every=True),
+           (r"6 losses of ranks after step \d+, and no step further", "rank 1 was killed by SIGKILL"), every=True),
     Ending("a loss that is not a number, again and again", "nan", 4, ("the loss is nan at step", "learning_rate"), EVERYONE, every=True),
     Ending("a collective of another shape on one rank", "other shape", 4, ("rank [01].* in|in .* rank [01]",), also=0),
     Ending("a collective that one rank leaves out", "leave out", 4, ("rank [01].* in|in .* rank [01]",), also=0),
