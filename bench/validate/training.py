@@ -54,7 +54,8 @@ priced by the function behind `shardwise plan --layout`, with the machine and th
 """
 SUMMARY = """No optimisation ran over these rows, and they are no blind test either: which set stands for a source, and several of the
 figures that a set assumes (tensor 1.93 and 16-bit gradients, `attention_backward` 0.6, 16 bytes an accumulation, clocks at 500 W), were
-chosen after errors by source had been seen, some of them twice. Each is named with its source in the catalogue (`src/shardwise/cluster/catalogue.toml`).
+chosen after errors by source had been seen, some of them twice. Each is named with its source in the
+catalogue (`src/shardwise/cluster/catalogue.toml`).
 
 What is off most: Hagemann's pipelines of two stages (-4 to -33 %, most with many replicas or large microbatches: their pipeline loses
 ten microbatches' time and more where ours loses one) and layers computed again at 8,192 positions (-20 %). Without a pipeline the same
