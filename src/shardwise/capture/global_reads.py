@@ -60,7 +60,7 @@ def _reads_of(function: FunctionType) -> Iterator[ValueRead]:
     names = function.__globals__
     for code in _codes_in(function.__code__):
         for instruction in dis.get_instructions(code):
-            if instruction.opname == "LOAD_GLOBAL" and isinstance(names.get(instruction.argval), _VALUES):
+            if instruction.opname == "LOAD_GLOBAL" and isinstance(names.get(instruction.argval, NotImplemented), _VALUES):
                 yield ValueRead(f"the global {instruction.argval} of {function.__module__}", _Globals(names), instruction.argval)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if isinstance(_content_of(cell), _VALUES):

@@ -89,7 +89,7 @@ class CheckpointSaver:
         """Wait for the current save. Raises as `apply_status`."""
         if self._writer is not None:
             began = time.perf_counter()
-            with self.world.pace.untimed("wait for a save"):
+            with self.world.pace.untimed():
                 self._collect_result(BackgroundSaver.finish)
             self.costs.waited_s += time.perf_counter() - began
 

@@ -391,8 +391,7 @@ LEAST_PHASE_LIMIT_S = 120.0  # a file system may stall for so long
 class StepPace:
     """The time limits of one rank's steps, which it announces to the launcher through its recorder.
 
-    A step may last ten times the median of the last ones; an evaluation, a save, a copy between hosts or a capture ten times the longest of
-    its kind, at least two minutes.
+    A step may last ten times the median of the last ones, an evaluation or a save ten times the longest of its kind, at least two minutes.
     Before three of a kind, while a model is captured or compiled (`is_regular` is False), and in other work no limit is announced.
 
     >>> pace = StepPace(CollectiveRecorder())

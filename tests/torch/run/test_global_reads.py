@@ -33,7 +33,7 @@ def made() -> tuple[nn.Module, Callable[[float], None]]:
             self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return scaled(self.out(x)).reshape(x.shape[0], -1) * level
+            return scaled(self.out(x)).reshape(len(x), -1) * float(level)
 
         def out(self, x: Tensor) -> Tensor:
             hidden: Tensor = self.b(torch.tanh(self.a(x) / TAU))

@@ -84,7 +84,7 @@ class CaptureCache:
         trained.form.check_objects(form)
         if trains and form.key == trained.form.key:
             return trained
-        with trained.executors.world.pace.untimed("capture"):
+        with trained.executors.world.pace.untimed():
             return self.variants.get_or_build((trains, form.key), lambda: self._build_capture(batch, trains, plan.layout))
 
     def step_parts(self, microbatches: Microbatches, trains: bool) -> list[StepPart]:
@@ -123,7 +123,7 @@ class CaptureCache:
         form = BatchSignature.of(batch)
         self.training_capture.form.check_objects(form)
         key = (trains, form.key, layout.data, layout.context)
-        with self.training_capture.executors.world.pace.untimed("capture"):
+        with self.training_capture.executors.world.pace.untimed():
             capture = self.variants.get_or_build(key, lambda: self._build_capture(batch, trains, layout.with_microbatches(2), samples))
         if capture.rank_model.couplings:
             first = capture.rank_model.couplings[0]

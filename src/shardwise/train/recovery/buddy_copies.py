@@ -300,7 +300,7 @@ class BuddySnapshots(Snapshots):
         """Take a snapshot and start a copy if due; the state after the last step is not copied, since it is checkpointed."""
         if self._ended_s is not None:
             self._step_times.append(time.perf_counter() - self._ended_s)
-        with self._world.pace.untimed("copy between hosts"):
+        with self._world.pace.untimed():
             copied = self._copies.join_round()
         self.pinned_step = None if self._copies.is_disabled else self.pinned_step if copied is None else copied
         super().take(step, note)
