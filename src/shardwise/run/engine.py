@@ -461,7 +461,7 @@ class Engine(CheckpointMixin):
         return self._replica.assign_unplanned(row_counts, num_microbatches(max(row_counts), most, plan.layout, fewest), one_form)
 
     def _gather_row_counts(self, rows: int, form: BatchSignature) -> tuple[list[int], bool]:
-        """All-gather how many rows each replica has of this step's batch, and whether all batches have the same form."""
+        """Gather from every rank how many rows each replica has of this step's batch, and whether all batches have the same form."""
         count_and_form = torch.tensor([[rows, form.checksum]], dtype=torch.int64, device=self.world.device)
         row_counts, forms = self._sample_group.all_gather(count_and_form, 0).T.tolist()
         return row_counts, len(set(forms)) == 1

@@ -128,7 +128,7 @@ def full_tensors(variables: Mapping[str, Variable], shards: Sequence[StateShard]
         dtypes = [p.tensor.dtype for p in shards if p.name == name and p.kind in ("parameter", "buffer")]
         # Ranks without a shard do not know the dtype; the widest of its kind, which preserves every bit, is sent.
         widest = torch.float64 if v.tensor.is_float else torch.complex128 if v.tensor.dtype.startswith("complex") else torch.int64
-        total = _assemble(owned.get(name, ()), v.tensor.shape, widest, world_group)
+        total = _assemble_tensor(owned.get(name, ()), v.tensor.shape, widest, world_group)
         if world_group.index == 0:
             full = total.cpu().to(dtypes[0] if dtypes else getattr(torch, v.tensor.dtype))
             full_by_name[name] = torch.view_as_complex(full) if v.is_complex_pairs else full
@@ -139,22 +139,22 @@ def full_tensor(shards: Sequence[StateShard], world_group: Group, rank: int) -> 
     """Gather a tensor of which every rank has shards, to the CPU of one rank; None elsewhere. Every rank calls it."""
     dtype = shards[0].tensor.dtype
     wide = dtype if dtype in (torch.float32, torch.float64, torch.int64) else torch.float32 if dtype.is_floating_point else torch.int64
-    total = _assemble([p for p in shards if p.is_owner], shards[0].global_shape, wide, world_group)
+    total = _assemble_tensor([p for p in shards if p.is_owner], shards[0].global_shape, wide, world_group)
     return total.cpu().to(dtype) if world_group.index == rank else None
 
 
-def _assemble(owned: Sequence[StateShard], shape: Sequence[int], dtype: torch.dtype, world_group: Group) -> Tensor:
+def _assemble_tensor(owned: Sequence[StateShard], shape: Sequence[int], dtype: torch.dtype, world_group: Group) -> Tensor:
     """Assemble the full tensor on every rank from the owners' shards."""
     total = torch.zeros(tuple(shape), dtype=dtype, device=world_group.device)
     for shard in owned:
-        block = _unflatten(shard)
+        block = _unflatten_shard(shard)
         index = tuple(slice(o, o + n) for o, n in zip(shard.offsets, block.shape, strict=True))
         total[index] = block.to(dtype)
     world_group.all_reduce(total)
     return total
 
 
-def _unflatten(shard: StateShard) -> Tensor:
+def _unflatten_shard(shard: StateShard) -> Tensor:
     """Return a flat shard as its block, with zeros elsewhere."""
     if shard.flat is None or shard.block is None:
         return shard.tensor.detach()

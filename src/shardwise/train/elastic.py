@@ -140,7 +140,7 @@ def train(world: World, job: TrainingJob, plans: Mapping[int, Plan], make: MakeE
             for closing in worlds:
                 closing.close()
             num_before = attempt.world.num_ranks
-            attempt = _reconvene(attempt, folder, why)
+            attempt = _reconvene_ranks(attempt, folder, why)
             attempt.world.previous_recorders = (*worlds[0].previous_recorders, *(closed.recorder for closed in worlds))
             surviving = replace(surviving, reason=f"{num_before - attempt.world.num_ranks} of {num_before} ranks failed ({why})")
 
@@ -177,7 +177,7 @@ def _peer_loss_reason(attempt: _Attempt, failure: Exception, folder: Path) -> st
     return why
 
 
-def _reconvene(attempt: _Attempt, folder: Path, reason: str) -> _Attempt:
+def _reconvene_ranks(attempt: _Attempt, folder: Path, reason: str) -> _Attempt:
     """Form the world of the next generation from the surviving ranks; vote again if one of them fails to join."""
     world, boxes = attempt.world, attempt.ranks_by_host
     meeting, rank, generation = world.rendezvous, world.rank, world.generation

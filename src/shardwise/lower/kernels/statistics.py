@@ -32,7 +32,7 @@ StatisticsGroups = tuple[tuple[Group, tuple[float, ...]], ...]  # groups over wh
 
 
 def all_reduce_over_groups(x: Tensor, parts: StatisticsGroups) -> Tensor:
-    """All-reduce `x` over all groups, in place."""
+    """Sum `x` over all groups, in place."""
     for group, _ in parts:
         group.all_reduce(x)
     return x

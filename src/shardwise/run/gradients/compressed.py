@@ -40,7 +40,7 @@ def encode(compression: Compression, x: Tensor) -> Tensor:
         divisors = torch.where(scales > 0, scales, 1.0).to(x.dtype)
         sent = blocks.div(divisors[:, None]).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
         flat = sent.view(-1)[: x.numel()]
-        x.sub_(_dequantize(flat, scales, x.dtype))
+        x.sub_(_dequantize_values(flat, scales, x.dtype))
         if not scales.isfinite().all():
             _drop_nonfinite(x)
         return torch.cat([scales.view(torch.uint8), flat.view(torch.uint8)])
@@ -64,7 +64,7 @@ def add_message(compression: Compression, message: Tensor, out: Tensor) -> None:
     elif compression.kind == "int8":
         split = message.numel() - out.numel()
         # Cloned, since a message may not be aligned for float32.
-        out.add_(_dequantize(message[split:].view(torch.int8), message[:split].clone().view(torch.float32), out.dtype))
+        out.add_(_dequantize_values(message[split:].view(torch.int8), message[:split].clone().view(torch.float32), out.dtype))
     else:
         split = compression.num_sent(out.numel()) * out.element_size()
         out.index_add_(0, message[split:].clone().view(torch.int32), message[:split].clone().view(out.dtype))
@@ -85,7 +85,7 @@ def _as_blocks(x: Tensor) -> Tensor:
     return (torch.nn.functional.pad(x, (0, num_padding)) if num_padding else x).view(-1, BLOCK)
 
 
-def _dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantize_values(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return _as_blocks(x.to(dtype)).mul(scales.to(dtype)[:, None]).view(-1)[: x.numel()]
 
 

@@ -63,21 +63,21 @@ def measure_traits(name: str, build: BuildOptimizer) -> OptimizerTraits:
             per_parameter.step()
             flattened.step()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"{_refusal(name)}: {format_error(error)}; {REMEDY}") from error
+        raise UsageError(f"{_explain_refusal(name)}: {format_error(error)}; {REMEDY}") from error
     state = flattened.state.get(flat, {})
     slots = tuple(slot for slot, x in state.items() if isinstance(x, Tensor) and x.shape == flat.shape)
     scalars = tuple(slot for slot, x in state.items() if isinstance(x, Tensor) and not x.dim())
     agrees = torch.allclose(torch.cat(parameters), flat, rtol=1e-12, atol=0)
     scalars_agree = all(torch.equal(per_parameter.state[p][slot], state[slot]) for p in parameters for slot in scalars)
     if not agrees or not scalars_agree or len(slots) + len(scalars) < len(state):
-        raise UsageError(f"{_refusal(name)}: the update of an element depends on others of its parameter; {REMEDY}")
+        raise UsageError(f"{_explain_refusal(name)}: the update of an element depends on others of its parameter; {REMEDY}")
     return OptimizerTraits(slots, scalars)
 
 
 REMEDY = "use one that updates each element by itself, such as adamw, adam or rmsprop"
 
 
-def _refusal(name: str) -> str:
+def _explain_refusal(name: str) -> str:
     return f"optimizer {name} cannot update pieces of parameters, which ranks have here"
 
 

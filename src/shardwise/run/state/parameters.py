@@ -163,7 +163,7 @@ class FlatGroup:
 
     @property
     def gradient_buffers(self) -> list[Tensor]:
-        """All gradient buffers."""
+        """Return all gradient buffers."""
         return [*self.step_buffers, *(bucket.grad for bucket in self.buckets if bucket.grad is not None)]
 
     def allocate(self) -> None:

@@ -67,7 +67,7 @@ def build_replicated(request: BuildRequest) -> RankModel:
     refuse_sparse_batch(batch)
     set_modes(model, training_modes(model))
     loss = request.source.loss_of(request.loss)
-    is_double = _materialize(model, request.source, plan, world)
+    is_double = _materialize_model(model, request.source, plan, world)
     check_data_parallel(plan, model, batch, loss)
     graph = cast_to_precision(_graph_of(model, batch, plan.microbatch_sizes[0]), plan)
     saved = frozenset(model.state_dict(keep_vars=True))
@@ -100,7 +100,7 @@ def replicate_module(model: nn.Module, source: ModelSource, plan: Plan, batch: A
             model's parameters: hooks on parameters, or parameters of other modules.
     """
     data = plan.layout.data
-    is_double = _materialize(model, source, plan, world)
+    is_double = _materialize_model(model, source, plan, world)
     with in_modes(model, training_modes(model)):
         outputs = infer_output_specs(plan, model, batch) if data > 1 else {}
     parameters = dict(model.named_parameters())
@@ -120,7 +120,7 @@ def replicate_module(model: nn.Module, source: ModelSource, plan: Plan, batch: A
     return EagerReplica(model, plan, world, is_double, model.forward, parameters, outputs, exchange, DrawState(seed=torch.initial_seed()))
 
 
-def _materialize(model: nn.Module, source: ModelSource, plan: Plan, world: World) -> bool:
+def _materialize_model(model: nn.Module, source: ModelSource, plan: Plan, world: World) -> bool:
     """Materialize the model on this rank's device in the plan's precision; return whether its code itself is float64."""
     layout = plan.layout
     check_uncaptured(layout, plan.uncaptured)

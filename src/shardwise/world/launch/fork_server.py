@@ -91,7 +91,7 @@ class _Launch:
             memory = None if self.memory_files is None else PersistentMemory(rank, self.memory_files)
             run_rank(replace(self.task, generation=generation), rank, self.lifeline, parent, self.terminal, self.call, memory)
 
-        self.living[rank] = _fork(self.selector, run, partial(self._on_exit, rank))
+        self.living[rank] = _fork_child(self.selector, run, partial(self._on_exit, rank))
 
     def _on_exit(self, rank: int, code: int) -> None:
         del self.living[rank]
@@ -123,7 +123,7 @@ def _accept_launch(control: socket.socket, lifeline: int, selector: selectors.Ba
     events, terminal = socket.socket(fileno=descriptors[0]), descriptors[1:]
     shown = (terminal[0], terminal[1], terminal[2]) if len(terminal) == 3 else None
     if task.recovers:
-        _fork(selector, partial(_serve_with_replacement, task, events, lifeline, shown), lambda code: None)
+        _fork_child(selector, partial(_serve_with_replacement, task, events, lifeline, shown), lambda code: None)
         events.close()  # that fork server communicates with the launcher directly
     else:
         launches.append(_Launch(task, events, lifeline, shown, selector))
@@ -173,7 +173,7 @@ def _handle_events(selector: selectors.BaseSelector) -> None:
         key.data()
 
 
-def _fork(selector: selectors.BaseSelector, run: Callable[[int], NoReturn], on_exit: Callable[[int], None]) -> int:
+def _fork_child(selector: selectors.BaseSelector, run: Callable[[int], NoReturn], on_exit: Callable[[int], None]) -> int:
     """Fork a process that calls `run` with its parent's id, and call `on_exit` with its exit code. Returns its id."""
     parent = os.getpid()
     sys.stdout.flush()
@@ -185,11 +185,11 @@ def _fork(selector: selectors.BaseSelector, run: Callable[[int], NoReturn], on_e
             os.close(key.fd)
         run(parent)
     descriptor = os.pidfd_open(pid)
-    selector.register(descriptor, selectors.EVENT_READ, partial(_reap, selector, descriptor, pid, on_exit))
+    selector.register(descriptor, selectors.EVENT_READ, partial(_reap_child, selector, descriptor, pid, on_exit))
     return pid
 
 
-def _reap(selector: selectors.BaseSelector, descriptor: int, pid: int, on_exit: Callable[[int], None]) -> None:
+def _reap_child(selector: selectors.BaseSelector, descriptor: int, pid: int, on_exit: Callable[[int], None]) -> None:
     selector.unregister(descriptor)
     os.close(descriptor)
     _, status = os.waitpid(pid, 0)
