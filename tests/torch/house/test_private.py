@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.audit.record import private as audit_private
 from shardwise.capture import fakes
 from shardwise.capture.patching import patched_for_export
 from shardwise.world import private
 
-# `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own.
-ADAPTERS = {"world/private.py": private, "capture/fakes.py": fakes}
+# `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own; an audit's recorder runs without
+# shardwise.
+ADAPTERS = {"world/private.py": private, "capture/fakes.py": fakes, "audit/record/private.py": audit_private}
 LISTED = [(file, owner, name) for file, adapter in ADAPTERS.items() for owner, name in adapter.NAMES]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .private import without_overrides
+
 Ranges = list[list[tuple[int, int]]]  # for each dimension the (start, stop) runs of the full tensor
 
 
@@ -38,13 +40,9 @@ def local_tensor(t: Any) -> torch.Tensor:
         local = t.detach().to_local()
         return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
     if hasattr(t, "spec") and hasattr(t.spec, "block_ranges"):  # of shardwise
-        with torch.no_grad(), _without_overrides():
+        with torch.no_grad(), without_overrides():
             return t.detach().as_subclass(torch.Tensor)  # type: ignore[no-any-return]
     return t.detach()  # type: ignore[no-any-return]
-
-
-def _without_overrides() -> Any:
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def take_shard(t: Any, **place: Any) -> LocalShard | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .page import Page
 from .placement import local_tensor, take_shard
+from .private import is_in_backward
 from .samples import describe_input, digest_of, sum_of_hashes, to_array
 from .wrappers import clean_name, held_parameters, is_uninitialized, perturb_weights
 
@@ -60,10 +61,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------- where the script is
     def is_idle(self) -> bool:
         """Return whether this moment is none of training in its first steps."""
-        return (
-            torch.compiler.is_compiling() or self.number > self.options.num_steps or not torch.is_grad_enabled()
-            or torch._C._current_graph_task_id() != -1
-        )  # fmt: skip
+        return torch.compiler.is_compiling() or self.number > self.options.num_steps or not torch.is_grad_enabled() or is_in_backward()
 
     def is_after_last(self) -> bool:
         """Return whether all steps have been recorded, so that only the weights after the last are missing."""
