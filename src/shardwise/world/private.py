@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils import _python_dispatch as python_dispatch
@@ -73,7 +74,11 @@ NAMES: tuple[tuple[Any, str], ...] = (
             "_non_persistent_buffers_set",
         )
     ),
+    (torch, "_decomp"),
+    (torch._decomp, "decomposition_table"),
+    (torch, "_foreach_copy_"),
     (torch, "_foreach_norm"),
+    (torch.Tensor, "_make_wrapper_subclass"),
     (torch.Tensor, "_base"),
     (torch.Tensor, "_backward_hooks"),
     (torch.Tensor, "_post_accumulate_grad_hooks"),
@@ -89,6 +94,9 @@ NAMES: tuple[tuple[Any, str], ...] = (
 
 # Context in which tensors of subclasses behave as torch's own: __torch_function__ of their class is skipped.
 as_base_tensor = torch._C.DisableTorchFunctionSubclass
+copy_tensors = torch._foreach_copy_  # copy_tensors(targets, sources)
+make_wrapper = torch.Tensor._make_wrapper_subclass
+DECOMPOSITIONS = decomposition_table  # the operators that torch composes of simpler ones
 FOREACH_NORM = torch._foreach_norm.__name__
 unscale = torch._amp_foreach_non_finite_check_and_unscale_
 

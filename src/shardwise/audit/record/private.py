@@ -9,12 +9,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_C"),
     (torch._C, "DisableTorchFunctionSubclass"),
     (torch._C, "_current_graph_task_id"),
+    (torch.utils, "_pytree"),
+    (_pytree, "tree_leaves"),
 )
+
+tree_leaves = _pytree.tree_leaves
 
 
 def is_in_backward() -> bool:

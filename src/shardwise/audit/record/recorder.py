@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .page import Page
 from .placement import local_tensor, take_shard
-from .private import is_in_backward
+from .private import is_in_backward, tree_leaves
 from .samples import describe_input, digest_of, sum_of_hashes, to_array
 from .wrappers import clean_name, held_parameters, is_uninitialized, perturb_weights
 
@@ -119,13 +119,13 @@ class Recorder:
         if name is None or self.is_after_last():
             return
         if self._depth == 0:
-            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            leaves = tree_leaves((args, kwargs))
             tensors = [t for t in leaves if isinstance(t, Tensor) and not t.requires_grad]  # others are activations
             self.record_inputs(tensors)
             if self._is_lazy:  # modules that are initialised lazily have their weights only now
                 self._is_lazy = False
                 self._record_weights(module)
-        found = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         if found and found[0].device.type != "meta":
             self._record_output(name, type(module).__name__, found[0])
 

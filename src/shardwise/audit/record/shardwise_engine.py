@@ -11,6 +11,7 @@ import torch
 
 from .page import Page
 from .placement import LocalShard
+from .private import tree_leaves
 from .recorder import Recorder
 
 
@@ -28,7 +29,7 @@ def record_engine(module: Any, recorder: Recorder) -> None:
             recorder.add_page(page)
             return forward_backward(engine, batch, *args, **kwargs)
         recorder.page = page
-        recorder.record_inputs([t for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)])
+        recorder.record_inputs([t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)])
         result = forward_backward(engine, batch, *args, **kwargs)
         page.losses.append(float(engine.loss_of(result)))
         return result

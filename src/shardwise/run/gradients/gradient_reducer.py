@@ -29,6 +29,7 @@ from shardwise.plan.ir.compression import Compression
 from shardwise.run.gradients.compressed import DTYPES, CompressedBucket
 from shardwise.run.gradients.two_level_compression import TwoLevelCompressedBucket, build_compressed_bucket
 from shardwise.run.state.parameters import Bucket, FlatGroup
+from shardwise.world import private
 from shardwise.world.memory import Accounts
 from shardwise.world.world import CollectiveWork, Group
 
@@ -257,7 +258,7 @@ class GradientReducer:
                 view.zero_()
             self._is_first[name] = False
         if gradients:
-            torch._foreach_copy_(views, gradients)
+            private.copy_tensors(views, gradients)
         return self.groups[number].bucket_gradient(bucket)
 
     def _reduce_bucket(self, place: int) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table  # the operators that torch composes of simpler ones
 
 from shardwise.errors import ModelError
 from shardwise.run.prove import finite_field as field
@@ -44,7 +43,7 @@ class FieldTensor(Tensor):
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None) -> FieldTensor:
-        x: FieldTensor = torch.Tensor._make_wrapper_subclass(
+        x: FieldTensor = private.make_wrapper(
             cls, a.shape, strides=a.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=False
         )
         x.a, x.b, x.hidden = a, field.random_function("exponent", a, Q) if b is None else b, hidden
@@ -108,7 +107,7 @@ def _run_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return write(args[0], plain(*args, **kwargs))
     if (out := kwargs.get("out")) is not None and func.overloadpacket in RULES:
         return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
-    if (composed := decomposition_table.get(func)) is not None:
+    if (composed := private.DECOMPOSITIONS.get(func)) is not None:
         return composed(*args, **kwargs)
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
