@@ -238,10 +238,11 @@ def batch_of(seed: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def layout_of(seed: int, ranks: int) -> Layout:
+def layout_of(seed: int, ranks: int, variant: int = 0) -> Layout:
     """A layout of so many ranks, every key drawn by itself; it may be one that shardwise refuses. Raises LayoutError for words that exclude
-    each other."""
-    rng = random.Random(seed + 2)
+    each other. `variant`: which of many layouts of one model."""
+    drawn = seed + (variant << 40)
+    rng = random.Random(drawn + 2)
     axes: dict[str, Any] = dict.fromkeys(("data", "tensor", "pipeline", "spatial", "channel", "branch", "expert"), 1)
     images = ["data", "tensor", "pipeline", "spatial", "spatial", "channel", "branch"]
     text = ["data", "tensor", "tensor", "pipeline", "branch"]
@@ -250,10 +251,10 @@ def layout_of(seed: int, ranks: int) -> Layout:
         axis = rng.choice(images if seed % 2 else [*text, *(["expert"] * 3 if mixed else [])])
         for name in ("data", "expert") if axis == "expert" else (axis,):
             axes[name] *= prime
-    context, attention = _context_of(seed, axes)
+    context, attention = _context_of(drawn, axes)
     spatial, tensor = axes["spatial"], axes["tensor"]
     where = rng.choice([f"{spatial}", f"{spatial}x1", f"1x{spatial}"]) if spatial > 1 else "1"
-    by_samples = random.Random(seed + 4).random() < 0.25 and tensor > 1
+    by_samples = random.Random(drawn + 4).random() < 0.25 and tensor > 1
     return Layout(
         axes["data"], tensor, axes["pipeline"], rng.choice([1, 2, 4]) if axes["pipeline"] > 1 else rng.choice([1, 1, 2]),
         rng.choice(["1f1b", "gpipe", "zb-h1"]) if axes["pipeline"] > 1 else "1f1b", rng.randrange(4), rng.choice(["none", "none", "full"]),

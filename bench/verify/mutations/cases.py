@@ -196,7 +196,7 @@ def _patch(active: Active, world: World, plan: Plan) -> list[Engine]:
             return step(self, *args, **options)
 
     install(active)
-    Broken(active, world, plan.layout.mesh_of(world.rank)).install()
+    Broken(active, lambda: (world, plan.layout.mesh_of(world.rank))).install()
     Engine.__init__ = init  # type: ignore[method-assign]
     SerialRun.step = serially  # type: ignore[method-assign]
     return engines

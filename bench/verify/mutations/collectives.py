@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import shardwise
-from bench.verify.mutations.target import LEFT_OUT, ON_ONE_RANK, SCALED, WRONG_DUAL, WRONG_GROUP, Active, Mutation
+from bench.verify.mutations.target import LEFT_OUT, ON_ONE_RANK, ONE_ELEMENT, SCALED, WRONG_DUAL, WRONG_GROUP, Active, Mutation
 from shardwise.lower import redistribute
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import even_shard_range, is_shard
@@ -36,7 +36,7 @@ MESSAGES = ("isend", "irecv")
 # Whose collectives carry the comparison.
 INSTRUMENT = (
     "run/verify/verify", "run/verify/shard_differences", "run/verify/compressed_gradients", "run/verify/sharded_shares",
-    "run/sharded_state",
+    "run/sharded_state", "run/prove/prove", "run/prove/rank_threads",
 )  # fmt: skip
 # The dual of the same shape that is not the right one.
 PAIRS = (("", "all_reduce"), ("slice", "reduce_scatter"), ("all_gather", "pad"))
@@ -74,29 +74,16 @@ def function_of(qualname: str) -> str:
     return qualname.partition(".<locals>")[0]
 
 
-class _After:
-    """Work, after whose first wait something is done to its result."""
-
-    def __init__(self, work: Any, then: Callable[[], object]) -> None:
-        self._work, self._then = work, then
-
-    def wait(self) -> None:
-        self._work.wait()
-        then, self._then = self._then, lambda: None
-        then()
-
-    def untimed(self) -> _After:
-        self._work = self._work.untimed()
-        return self
-
-    @property
-    def done(self) -> bool:
-        return bool(self._work.done)
-
-
 def _scale(x: Tensor, factor: float) -> None:
     with torch.no_grad():
         x.detach().mul_(factor)
+
+
+def _scale_one(x: Tensor, factor: float) -> None:
+    """Scale the last element."""
+    with torch.no_grad():
+        if x.numel():
+            x.detach()[tuple(n - 1 for n in x.shape)].mul_(factor)
 
 
 def _scaled(x: Any, factor: float) -> Any:
@@ -104,10 +91,11 @@ def _scaled(x: Any, factor: float) -> Any:
 
 
 class Broken:
-    """Collectives of one process, of which the active mutation's are broken."""
+    """Collectives of one process, of which the active mutation's are broken. `find_place`: the world and the mesh of the rank that
+    calls, which in a proof is a thread; None where none does."""
 
-    def __init__(self, active: Active, world: World, mesh: Mesh) -> None:
-        self._active, self._world, self._mesh = active, world, mesh
+    def __init__(self, active: Active, find_place: Callable[[], tuple[World, Mesh] | None]) -> None:
+        self._active, self._find_place = active, find_place
         self._local = threading.local()
 
     def install(self) -> None:
@@ -145,9 +133,10 @@ class Broken:
                 return plain(group, *args, **options)
             at = 1 if name.endswith("_into") else 0
             return plain(group, *args[:at], _scaled(args[at], 1 + self._active.off), *args[at + 1 :], **options)
-        if name not in MESSAGES and floats and hit(ON_ONE_RANK):
-            result = plain(group, *args, **options)
-            return self._off_on_last(name, group, args, result, options.get("wait", True))
+        for how in (ON_ONE_RANK, ONE_ELEMENT):
+            if name not in MESSAGES and floats and hit(how):
+                result = plain(group, *args, **options)
+                return self._off_on_last(name, group, args, result, options.get("wait", True), how == ONE_ELEMENT)
         if name != "irecv" and hit(LEFT_OUT):
             return _left_out(name, plain, group, args, options)
         other = None if name in MESSAGES else self._other(group)
@@ -155,24 +144,33 @@ class Broken:
             return plain(other, *args, **options)
         return plain(group, *args, **options)
 
-    def _off_on_last(self, name: str, group: Group, args: tuple[Any, ...], result: Any, waited: bool) -> Any:
+    def _off_on_last(self, name: str, group: Group, args: tuple[Any, ...], result: Any, waited: bool, is_one: bool) -> Any:
         if group.index != group.size - 1:
             return result
+        scale, factor = _scale_one if is_one else _scale, 1 + self._active.off
         if name in ("all_gather", "reduce_scatter", "all_to_all", "exchange"):
-            return _scaled(result, 1 + self._active.off)
-        if waited:
-            _scale(args[0], 1 + self._active.off)
+            result = [x.detach().clone() for x in result] if isinstance(result, list | tuple) else result.detach().clone()
+            for x in result if isinstance(result, list) else [result]:
+                scale(x, factor)
             return result
-        return _After(result, lambda: _scale(args[0], 1 + self._active.off))
+        if waited:
+            scale(args[0], factor)
+            return result
+        result.call_after(lambda: scale(args[0], factor))
+        return result
 
     def _other(self, group: Group) -> Group | None:
         """The ranks along the first axis inside a stage that are not these."""
-        if self._world.num_ranks != self._mesh.num_ranks or sorted(group.ranks) != list(group.ranks):
+        place = self._find_place()
+        if place is None:
             return None
-        for axis in self._mesh.stage_axes:
-            ranks = self._mesh.group(self._world.rank, axis)
+        world, mesh = place
+        if world.num_ranks != mesh.num_ranks or sorted(group.ranks) != list(group.ranks):
+            return None
+        for axis in mesh.stage_axes:
+            ranks = mesh.group(world.rank, axis)
             if len(ranks) > 1 and ranks != group.ranks:
-                return self._world.group(ranks)
+                return world.group(ranks)
         return None
 
     def _break_duals(self) -> None:
@@ -181,7 +179,7 @@ class Broken:
 
         def broken(ctx: Any, grad: Tensor) -> Any:
             right = backward(ctx, grad)
-            source, target = ctx.way
+            source, target = ctx.duals
             other = OTHER_DUAL.get(transition_between(source, target).collective)
             mutation = Mutation(f"lower/redistribute.backward {source} to {target}", "dual", WRONG_DUAL)
             if other is None or ctx.group.size == 1 or not active.hit(mutation):

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 OFF, FAR = 1e-6, 1e-3
 SCALED, ON_ONE_RANK, LEFT_OUT, WRONG_GROUP, WRONG_DUAL = "off by 1e-6", "off by 1e-6 on one rank", "left out", "wrong group", "wrong dual"
+ONE_ELEMENT, SHIFTED = "one element off by 1e-6", "one element too far"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mutation:
-    """`site`: module and function (and, of a weight, its expression). `kind`: the collective, "weight" or "dual"."""
+    """`site`: module and function (and, of a weight or slice, its expression). `kind`: the collective, "weight", "slice" or "dual"."""
 
     site: str
     kind: str

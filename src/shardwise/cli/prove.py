@@ -18,8 +18,9 @@ _OWN_SHARDS = "Shard weights as the planner would, which leaves small models who
 _PROBABILITY = "At most with which a wrong plan passes; it determines the number of random points."
 
 
-_REDUCED = """Prove a plan of any scale: reduced to so many ranks along every axis (2 or 3), and a zoo model to the smallest sizes that
-these divide alike; 0 proves it as it is."""
+_REDUCED = """Reduce to so many ranks along every axis (2 or 3), and a zoo model to the smallest sizes that these divide alike; 0: to 2 if
+there are more than 16 ranks, or a zoo model has more than 2^20 parameters."""
+_WHOLE = "Prove plans as they are, however large."
 
 
 def prove(  # noqa: PLR0913
@@ -32,6 +33,7 @@ def prove(  # noqa: PLR0913
     planned_shards: Annotated[bool, typer.Option("--planned-shards", help=_OWN_SHARDS)] = False,
     probability: Annotated[float, typer.Option("--probability", metavar="P", help=_PROBABILITY)] = 1e-12,
     ranks_per_axis: Annotated[int, typer.Option("--ranks-per-axis", min=0, metavar="N", help=_REDUCED)] = 0,
+    whole: Annotated[bool, typer.Option("--whole", help=_WHOLE)] = False,
     as_json: options.Json = False,
 ) -> None:
     """Prove layouts without a tolerance.
@@ -44,7 +46,7 @@ def prove(  # noqa: PLR0913
       shardwise prove gpt-tiny --layout "tensor=2" --layout "pipeline=2 microbatches=2"
       shardwise prove examples/own_model.py:make --layout "data=2 tensor=2 zero=1"
       shardwise prove plan.toml
-      shardwise prove llama-405b --layout "data=128 tensor=8 pipeline=16 microbatches=16" --ranks-per-axis 2
+      shardwise prove llama-405b --layout "data=128 tensor=8 pipeline=16 microbatches=16"
     """
     if layout and model.endswith(".toml"):
         raise UsageError(f"{model} is a plan, which has a layout of its own; leave --layout out, or plan again")
@@ -55,13 +57,13 @@ def prove(  # noqa: PLR0913
         with out.working(f"proving {', '.join(wanted or [model])}"):
             proved = prove_model(
                 model, wanted, batch, optimizer=optimizer, steps=steps, sequence=sequence, cut_everything=not planned_shards,
-                max_error_probability=probability, ranks_per_axis=ranks_per_axis,
+                max_error_probability=probability, ranks_per_axis=ranks_per_axis, whole=whole,
             )  # fmt: skip
         proofs = proved if isinstance(proved, tuple) else (proved,)
-        rows = tuple(
-            (f"{proof.model}, {proof.layout}" if ranks_per_axis else proof.layout, str(proof.points), proof.outcome) for proof in proofs
-        )
+        rows = tuple((proof.layout, str(proof.points), proof.outcome) for proof in proofs)
         out.table(TextTable(model, ("layout", "points", "outcome"), rows, right=(1,)))
+        for reduction in dict.fromkeys(proof.reduction for proof in proofs if proof.reduction):
+            out.message(reduction)
         out.answer({"ok": all(proof.ok for proof in proofs), "layouts": [proof.record() for proof in proofs]})
         if wrong := next((proof for proof in proofs if not proof.ok), None):
             out.message(f"{wrong.layout} does not compute what the serial model does: {wrong.outcome}")

@@ -70,7 +70,9 @@ def divisors_of(layout: Layout, reduced: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def reduce_batch(batch: int, layout: Layout, reduced: Layout) -> int:
-    """Return a batch that the reduced layout divides as the layout divides its own: two samples a microbatch, unequal ones unequal."""
+    """Return a batch that the reduced layout divides as the layout divides its own: two samples a microbatch, unequal ones unequal.
+
+    `batch`: 0 for any that divides."""
     parts = layout.data * layout.context * layout.microbatches
     size = 2 * reduced.data * reduced.microbatches
     return size if batch % parts == 0 or batch % (layout.data * layout.microbatches) == 0 else size + 1

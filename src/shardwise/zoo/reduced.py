@@ -7,13 +7,16 @@ axis divides has two entries a shard (and is unevenly divided where it was), the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.plan.ir.patterns import pattern_of
@@ -21,6 +24,10 @@ from shardwise.zoo import names
 
 Shapes = Mapping[str, tuple[int, ...]]
 MODULE_LIMITS = (150, 1000, 0)  # 0: any number
+_INITIALISATIONS = {
+    "normal_", "uniform_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "fill_", "zero_",
+    "zeros_", "ones_", "constant_", "mul_", "div_", "erfinv_", "clamp_", "orthogonal_",
+}  # fmt: skip
 MAX_SIZE = 1024  # of a reduced number
 MIN_RATIO = 2  # of numbers of which one was a multiple of the other
 
@@ -40,6 +47,17 @@ def reduce_name(text: str, sequence: int | None, divisors: Sequence[tuple[int, i
     reduced = reduction.reduce_numbers()
     family_name = next(name for name, known in names.FAMILIES.items() if known is family)
     return f"{family_name}:{','.join(f'{field.name}={_as_word(getattr(reduced, field.name))}' for field in fields(reduced))}"
+
+
+def count_parameters(text: str, sequence: int | None) -> int:
+    """Return how many parameters a zoo model has; a shared one counts once.
+
+    Raises:
+        ModelError: no such model.
+    """
+    family, config = names.find(text, sequence)
+    shapes = _shapes_of(family.make_model, config)
+    return sum(prod(shape) for shape in (shapes or {}).values())
 
 
 def _as_word(value: Any) -> str:
@@ -106,12 +124,17 @@ class _ConfigReduction:
         return config
 
     def _list_candidates(self, value: int) -> list[int]:
-        """Return smaller numbers, rising, that axes divide as they divide `value`."""
-        return [n for n in range(1, min(value, MAX_SIZE)) if self._keeps_division(value, n)]
+        """Return smaller numbers, rising, that axes divide as they divide `value`.
 
-    def _keeps_division(self, value: int, smaller: int) -> bool:
+        No number divides by a small axis and not by a large one where both become two ranks: then it divides by both."""
+        sizes = range(1, min(value, MAX_SIZE))
+        return [n for n in sizes if self._keeps_division(value, n)] or [n for n in sizes if self._keeps_division(value, n, False)]
+
+    def _keeps_division(self, value: int, smaller: int, keeps_remainders: bool = True) -> bool:
+        """Return whether axes divide both numbers alike; without `keeps_remainders` the smaller one may divide by more axes."""
         for before, after in self._divisors if value != smaller else ():
-            if (value % before == 0) != (smaller % after == 0) or (value >= 2 * before) != (smaller >= 2 * after):
+            old, new = (value % before == 0, value >= 2 * before), (smaller % after == 0, smaller >= 2 * after)
+            if any(had and not has for had, has in zip(old, new, strict=True)) or (keeps_remainders and old != new):
                 return False
         return smaller >= min(value, 2)
 
@@ -129,24 +152,38 @@ class _ConfigReduction:
             return None
 
     def _shapes_of(self, config: Any, limit: int = 0) -> Shapes | None:
-        """Return the shapes of the parameters; None if the model cannot be built, or has more than `limit` modules."""
-        count = 0
+        return _shapes_of(self._family.make_model, config, limit)
 
-        def count_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-            nonlocal count
-            count += 1
-            if limit and count > limit:
-                raise ModelError(f"more than {limit} modules")
 
-        hook = register_module_module_registration_hook(count_module)
-        try:
-            with torch.device("meta"):
-                model: nn.Module = self._family.make_model(config)
-        except (ModelError, RuntimeError, ValueError, AssertionError, ZeroDivisionError):
-            return None
-        finally:
-            hook.remove()
-        return {name: tuple(p.shape) for name, p in model.named_parameters()}
+@lru_cache(maxsize=256)
+def _shapes_of(make_model: Callable[[Any], nn.Module], config: Any, limit: int = 0) -> Shapes | None:
+    """Return the shapes of the parameters; None if the model cannot be built, or has more than `limit` modules."""
+    count = 0
+
+    def count_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if limit and count > limit:
+            raise ModelError(f"more than {limit} modules")
+
+    hook = register_module_module_registration_hook(count_module)
+    try:
+        with torch.device("meta"), _SkippedInitialisation():
+            model = make_model(config)
+    except (ModelError, RuntimeError, ValueError, AssertionError, ZeroDivisionError):
+        return None
+    finally:
+        hook.remove()
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+class _SkippedInitialisation(TorchFunctionMode):
+    """Leaves weights as they are allocated: on the meta device, initial values cost most of the time of a model's build."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _INITIALISATIONS:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _kinds_of(shapes: Shapes) -> set[tuple[str, tuple[int, ...]]]:

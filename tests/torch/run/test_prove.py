@@ -18,6 +18,7 @@ from shardwise.run.gradients.gradient_reducer import GradientReducer
 from shardwise.run.prove import rank_threads
 from shardwise.run.prove.proof import Proof
 from shardwise.run.prove.rank_threads import Exchange, RankScheduler, thread_world
+from shardwise.run.rank_model.runnable_capture import RunnableCapture
 
 
 class Transformer(nn.Module):
@@ -120,11 +121,14 @@ def test_a_layout_that_trains_something_else_is_refused(layout: str) -> None:
 
 
 def test_the_wanted_probability_is_met() -> None:
-    proof = shardwise.prove(Transformer, "data=1", BATCH)
-    assert isinstance(proof, Proof)
-    assert proof.ok
-    assert proof.error_probability <= 1e-12
-    assert proof.points > 1
+    once, twice = (shardwise.prove(Transformer, "data=1", BATCH, max_error_probability=p) for p in (1e-12, 1e-20))
+    assert isinstance(once, Proof)
+    assert isinstance(twice, Proof)
+    assert once.ok
+    assert twice.ok
+    assert once.error_probability <= 1e-12
+    assert twice.error_probability <= 1e-20 < once.error_probability
+    assert (once.points, twice.points) == (1, 2)
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -203,6 +207,15 @@ def test_a_mutation_is_found(layout: str, mutation: Mutation, monkeypatch: pytes
     assert proof.error_probability == 1.0
 
 
+@pytest.mark.parametrize("layout", ["data=2 microbatches=2", "pipeline=2 microbatches=2"])
+def test_a_wrong_weight_of_the_loss_is_found(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    summand = RunnableCapture.loss_summand
+    monkeypatch.setattr(RunnableCapture, "loss_summand", lambda self, result: summand(self, result) * (1 + 1e-15))
+    proof = prove_layout(layout)
+    assert {difference.kind for difference in proof.differences} == {"loss"}
+    assert "the loss of the batch" in proof.outcome
+
+
 def test_the_first_wrong_operator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rotate_members(monkeypatch)
     proof = prove_layout("tensor=2 sequence_parallel=on")
@@ -216,6 +229,22 @@ def test_the_first_wrong_operator_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert not proof.ok
     assert proof.wrong_value is None
     assert "gradient of" in proof.outcome
+
+
+def test_points_whose_divisors_are_zero_show_nothing() -> None:
+    """A divisor that is zero at every point spoils each of them: neither equal nor different is said."""
+
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return (y / (y - y)).sum()
+
+    with pytest.raises(shardwise.errors.ModelError, match="a divisor was zero"):
+        shardwise.prove(Nothing, "data=2", (torch.randn(4, 4),), max_error_probability=0.1)
 
 
 def test_a_model_without_an_exact_form_is_refused_by_name() -> None:
@@ -271,3 +300,67 @@ def test_an_error_of_a_rank_ends_all() -> None:
 
     with pytest.raises(ValueError, match="one"):
         scheduler.run(fail_on_one)
+
+
+def test_a_mask_that_a_stage_receives_hides_what_it_hid() -> None:
+    """T5's decoder adds one bias, with minus infinity for later positions, in every layer: the second stage receives it."""
+    sizes = "t5:layers=2,hidden=8,heads=2,inner=8,vocabulary=16,sequence=4"
+    assert shardwise.prove(sizes, "pipeline=2", 2, whole=True).ok
+
+
+class Masks(nn.Module):
+    """Attention whose mask adds, or fills in, the least number of its scores' type."""
+
+    def __init__(self, fills: bool = False, least: float | None = None) -> None:
+        super().__init__()
+        self.qkv, self.head, self.fills, self.least = nn.Linear(8, 24), nn.Linear(8, 8), fills, least
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(1, 2)
+        later = torch.ones(scores.shape[1:], dtype=torch.bool, device=x.device).triu(1)
+        least = torch.finfo(scores.dtype).min if self.least is None else self.least
+        scores = scores.masked_fill(later, least) if self.fills else scores + torch.zeros_like(scores).masked_fill(later, least)
+        return self.head(scores.softmax(-1) @ v).square().mean()
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_the_least_number_of_a_type_hides_as_minus_infinity_does(fills: bool) -> None:
+    """A capture has float32's, the serial model in float64 its own: both hide."""
+    batch = (torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)),)
+    for layout in ("data=2", "tensor=2"):
+        assert shardwise.prove(lambda: Masks(fills), layout, batch, loss=lambda output, _: output).ok
+
+
+class MaskedBySmallest(nn.Module):
+    """Scores of later positions are the smallest number of their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        keep = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = torch.where(keep, x @ x.mT, torch.finfo(x.dtype).min).softmax(-1)
+        return functional.cross_entropy(self.head(scores @ x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("is_float64", [False, True])
+def test_the_smallest_number_of_a_mask_is_that_of_the_dtype_as_written(is_float64: bool) -> None:
+    """The serial run on numbers of the field is in float64, and a model that is not has float32's smallest number in its graph."""
+    prove_all(lambda: MaskedBySmallest().double() if is_float64 else MaskedBySmallest(), ["data=2", "tensor=2"])
+
+
+def test_a_buffer_that_no_checkpoint_stores_is_refused_by_name() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("turns", torch.ones(4, dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * self.turns).real.square().mean()
+
+    with pytest.raises(shardwise.errors.ModelError, match="turns is complex128"):
+        shardwise.prove(Turned, "data=2", (torch.randn(4, 4),))

@@ -50,6 +50,16 @@ def test_a_model_keeps_what_is_divided() -> None:
     assert after.hidden % after.heads == 0
 
 
+def test_axes_that_divide_one_number_unlike_one_another_still_reduce_it() -> None:
+    """16 heads divide by tensor=2 and not by expert=32, which both become two ranks: no smaller number does so."""
+    whole = Layout.parse("data=64 expert=32 tensor=2 pipeline=4 microbatches=8")
+    reduced = reduce_layout(whole)
+    after = names.find(reduce_name("moe-70b", None, divisors_of(whole, reduced), reduced.pipeline))[1]
+    assert (after.heads, after.experts) == (4, 8)
+    assert after.hidden % after.heads == 0
+    assert after.hidden <= 64
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_reduced_proofs_agree_with_whole_ones(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_broken:

@@ -9,8 +9,8 @@ within it FieldTensors; all other floating-point tensors stay real, and are cons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,40 +18,94 @@ from torch import Tensor
 
 from shardwise.errors import ModelError
 from shardwise.run.prove import finite_field as field
-from shardwise.run.prove.finite_field import P, Q
+from shardwise.run.prove.degrees import CERTAINTY, CONSTANT, LINEAR, Degree
+from shardwise.run.prove.finite_field import P
 from shardwise.world import private
 
-LOWEST = -1e300  # what a mask has for minus infinity is below
+LEAST = tuple(torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64))  # minus infinity in masks
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}  # by operator (without overload): called with (operator, *args, **kwargs)
+COMPLEX_RULES: dict[Any, Rule] = {}  # likewise, of operators with a complex argument
 
 
 class NotProvable(ModelError):
     """An operator, or a use of numbers, that exact arithmetic does not have."""
 
 
+class ComplexOperand(NotProvable):
+    """A complex number among the arguments of a rule of real ones: there is a rule of complex ones, or none."""
+
+
 class FieldTensor(Tensor):
-    """`a`: numbers modulo P; `b`: exponents modulo Q; `hidden`: where it is minus infinity, None: nowhere. `root_of`: of a square root, its
-    square, so that it can be squared exactly. `degree`: of the polynomial in random numbers, and reciprocals of divisors, that its elements
-    are at most (`certainty`); one list for all views of a buffer, None until the operator has returned."""
+    """`a`: numbers modulo P. `root_of`: of a square root, its square, so that it can
+    be squared exactly. `reciprocal_of`: of 1 / y, y. `degree`: of the polynomial in random numbers, and reciprocals of divisors, that its
+    elements are at most; one list for all views of a buffer, None until the operator has returned.
+
+    `b`: exponents modulo Q, of which exp is the power: a random function of the number, so that equal numbers have equal exponents however
+    they were summed. Only logarithms and largest values, and their sums with others, have exponents of their own (`has_own_exponents`):
+    there exp(x - y) is exp(x) / exp(y).
+    """
 
     a: Tensor
-    b: Tensor
-    hidden: Tensor | None
     root_of: FieldTensor | None
-    degree: list[int] | None
+    reciprocal_of: FieldTensor | None
+    degree: list[Degree] | None
+    own_exponents: list[Tensor | None]  # of all numbers of the memory; one list for all tensors that lie there
+    hidden_numbers: list[Tensor | None]  # of all numbers of the memory, whether each is minus infinity; likewise
 
     @staticmethod
-    def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None) -> FieldTensor:
+    def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[Degree] | None = None) -> FieldTensor:
         x: FieldTensor = private.make_wrapper(
             cls, a.shape, strides=a.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=False
         )
-        x.a, x.b, x.hidden = a, field.random_function("exponent", a, Q) if b is None else b, hidden
-        x.root_of, x.degree = None, degree
+        x.a, x.own_exponents, x.hidden_numbers = a, [None], [None]
+        x.root_of, x.reciprocal_of, x.degree = None, None, degree
+        if b is not None:
+            x.allocate_exponents()
+            x.b.copy_(b)
+        if hidden is not None:
+            x.hide(hidden)
         return x
 
-    def __init__(self, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[int] | None = None) -> None:
+    def __init__(self, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[Degree] | None = None) -> None:
         super().__init__()
+
+    @property
+    def b(self) -> Tensor:
+        """Return the exponents."""
+        stored = self.own_exponents[0]
+        if stored is None:
+            return field.exponent_of_number(self.a)
+        return stored.as_strided(self.a.shape, self.a.stride(), self.a.storage_offset())
+
+    @property
+    def has_own_exponents(self) -> bool:
+        return self.own_exponents[0] is not None
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Return where the numbers are minus infinity; None: nowhere."""
+        stored = self.hidden_numbers[0]
+        return None if stored is None else stored.as_strided(self.a.shape, self.a.stride(), self.a.storage_offset())
+
+    def hide(self, hidden: Tensor) -> None:
+        """Set where the numbers are minus infinity."""
+        stored = self.hidden_numbers[0]
+        if stored is None:
+            stored = torch.zeros(self.a.untyped_storage().nbytes() // self.a.element_size(), dtype=torch.bool)
+            self.hidden_numbers[0] = stored
+        index = torch.arange(stored.numel()).as_strided(self.a.shape, self.a.stride(), self.a.storage_offset())
+        stored[index] = hidden  # numbers that lie at one place are the same
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it is all numbers of its memory."""
+        return self.a.numel() * self.a.element_size() == self.a.untyped_storage().nbytes()
+
+    def allocate_exponents(self) -> None:
+        """Give all numbers of the memory exponents of their own, which are those that follow from them."""
+        size = self.a.untyped_storage().nbytes() // self.a.element_size()
+        self.own_exponents[0] = field.exponent_of_number(self.a.as_strided((size,), (1,), 0))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"FieldTensor({self.a.flatten()[:6].tolist()}, {tuple(self.shape)})"
@@ -69,43 +123,100 @@ class FieldTensor(Tensor):
         return self.detach()
 
     def __deepcopy__(self, memo: Any) -> FieldTensor:
-        return FieldTensor(self.a.clone(), self.b.clone(), self.hidden, [degree_of(self)])
+        return FieldTensor(self.a.clone(), self.b if self.has_own_exponents else None, self.hidden, [degree_of(self)])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return call_rule(func, args, kwargs or {})
 
 
-def degree_of(x: object) -> int:
-    """Return the degree of a tensor; 0 for constants."""
-    return x.degree[0] if isinstance(x, FieldTensor) and x.degree is not None else 0
+class ComplexFieldTensor(Tensor):
+    """A complex tensor: pairs of real and imaginary parts, a FieldTensor of shape [..., 2], whose memory it shares.
+
+    i is formal: a rule of complex numbers is composed of rules of the real parts, which are rational functions of real parts.
+    """
+
+    pair: FieldTensor
+
+    @staticmethod
+    def __new__(cls, pair: FieldTensor) -> ComplexFieldTensor:
+        strides = tuple(stride // 2 for stride in pair.a.stride()[:-1])
+        z: ComplexFieldTensor = private.make_wrapper(
+            cls, pair.shape[:-1], strides=strides, dtype=torch.complex128, device=torch.device("cpu"), requires_grad=False
+        )
+        z.pair = pair
+        return z
+
+    def __init__(self, pair: FieldTensor) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ComplexFieldTensor({self.pair!r})"
+
+    def untyped_storage(self) -> Any:
+        """Return the storage of the numbers."""
+        return self.pair.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return the address of the numbers."""
+        return self.pair.data_ptr()
+
+    def __deepcopy__(self, memo: Any) -> ComplexFieldTensor:
+        return ComplexFieldTensor(self.pair.__deepcopy__(memo))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return call_complex_rule(func, args, kwargs or {})
+
+
+def degree_of(x: object) -> Degree:
+    """Return the degree of a tensor's elements."""
+    x = x.pair if isinstance(x, ComplexFieldTensor) else x
+    return x.degree[0] if isinstance(x, FieldTensor) and x.degree is not None else CONSTANT
+
+
+def add_divisor(y: FieldTensor) -> Degree:
+    """Note a division by the elements of `y`; return the degree of their reciprocals."""
+    return CERTAINTY.add_divisors(degree_of(y), y.numel(), int((y.a == 0).sum()))
 
 
 def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator, and give its results the largest degree of its arguments where its rule gives none."""
-    result = _run_rule(func, args, kwargs)
+    try:
+        result = _run_rule(RULES, func, args, kwargs)
+    except ComplexOperand:
+        return call_complex_rule(func, args, kwargs)
     results = result if isinstance(result, list | tuple) else (result,)
     unknown = [x for x in results if isinstance(x, FieldTensor) and x.degree is None]
     if unknown:
-        degree = _largest_degree((*args, *kwargs.values()))
+        degree = largest_degree((*args, *kwargs.values()))
         for x in unknown:
             x.degree = [degree]
     return result
 
 
-def _largest_degree(args: Sequence[Any]) -> int:
-    return max((_largest_degree(x) if isinstance(x, list | tuple) else degree_of(x) for x in args), default=0)
+def largest_degree(args: Sequence[Any]) -> Degree:
+    """Return the degree of a sum of all tensors among arguments."""
+    degree = CONSTANT
+    for x in args:
+        degree = degree | (largest_degree(x) if isinstance(x, list | tuple) else degree_of(x))
+    return degree
 
 
-def _run_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator with a FieldTensor among its arguments: by its rule, or composed of others. Raises NotProvable if it has neither."""
-    rule = RULES.get(func) or RULES.get(func.overloadpacket)
+def call_complex_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator with a complex tensor or number among its arguments. Raises NotProvable if it has no rule."""
+    return _run_rule(COMPLEX_RULES, func, args, kwargs)
+
+
+def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator by its rule, or composed of others. Raises NotProvable if it has neither."""
+    rule = rules.get(func) or rules.get(func.overloadpacket)
     if rule is not None:
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
-    if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None and plain in RULES:
+    if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None and plain in rules:
         return write(args[0], plain(*args, **kwargs))
-    if (out := kwargs.get("out")) is not None and func.overloadpacket in RULES:
+    if (out := kwargs.get("out")) is not None and func.overloadpacket in rules:
         return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
     if (composed := private.DECOMPOSITIONS.get(func)) is not None:
         return composed(*args, **kwargs)
@@ -122,11 +233,17 @@ class FieldMode(private.DispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, ComplexFieldTensor) for kind in types):
+            return call_complex_rule(func, args, kwargs)
         if any(issubclass(kind, FieldTensor) for kind in types):
             return call_rule(func, args, kwargs)
         result = func(*args, **kwargs)
-        if getattr(func, "overloadpacket", None) in _BUFFERS and result.dtype is torch.float64:
-            return zeros_of(result.shape)
+        is_real = type(result) is Tensor and not result.is_meta  # a capture and a trial of operators allocate meta and fake tensors
+        if is_real and getattr(func, "overloadpacket", None) in _BUFFERS:
+            if result.dtype is torch.float64:
+                return zeros_of(result.shape)
+            if result.dtype is torch.complex128:
+                return ComplexFieldTensor(zeros_of((*result.shape, 2)))
         return result
 
 
@@ -134,82 +251,81 @@ aten = torch.ops.aten
 _BUFFERS = {aten.zeros, aten.empty, aten.empty_strided}
 
 
-def register_for(*operators: Any) -> Callable[[Rule], Rule]:
+def register_for(*operators: Any, rules: dict[Any, Rule] = RULES) -> Callable[[Rule], Rule]:
     """Register the rule of some operators."""
 
     def register_rule(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(operators, function))
+        rules.update(dict.fromkeys(operators, function))
         return function
 
     return register_rule
 
 
-class Certainty:
-    """What bounds the probability that a wrong program passes: a value of degree g in n random numbers and the reciprocals of divisors of
-    degrees d_i is a quotient of polynomials of degree at most g (1 + sum of d_i), and one that is not zero is zero at a random point with
-    at most that over P (Schwartz 1980, Zippel 1979). `zero_divisors`: at a point where a divisor is zero nothing is shown.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin another point."""
-        self.divisor_degree = self.num_functions = self.zero_divisors = 0
-
-    def add_divisor(self, y: FieldTensor) -> None:
-        """Note a division by the elements of `y`."""
-        self.divisor_degree += degree_of(y) * y.numel()
-        self.zero_divisors += int((y.a == 0).sum())
-
-    def wrong_point_probability(self, degree: int) -> float:
-        """Return the bound for values of that degree, on one random point."""
-        return min(1.0, (degree * (1 + self.divisor_degree) + self.num_functions) / P)
+def keep_exponents(x: FieldTensor) -> FieldTensor:
+    """Return a tensor from which others are subtracted, or that is subtracted, under an exponential: exp(x - y) is exp(x) / exp(y)."""
+    return FieldTensor(x.a.clone(), x.b, x.hidden, x.degree)
 
 
-CERTAINTY = Certainty()  # of this process: the ranks and the serial run of a proof
+def have_own_exponents(*parts: FieldTensor) -> bool:
+    """Return whether one of the parts has exponents of its own, from which those of a sum of them follow."""
+    return any(x.has_own_exponents for x in parts)
 
 
 def zeros_of(shape: Sequence[int]) -> FieldTensor:
-    return FieldTensor(torch.zeros(tuple(shape), dtype=torch.int64), torch.zeros(tuple(shape), dtype=torch.int64), degree=[0])
+    return FieldTensor(torch.zeros(tuple(shape), dtype=torch.int64), degree=[CONSTANT])
 
 
 def lift_constants(x: Any) -> FieldTensor:
     """Return a real tensor or number as constants."""
     if isinstance(x, FieldTensor):
         return x
+    if isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex()):
+        raise ComplexOperand("an operator of complex numbers has no exact form in a finite field")
     if isinstance(x, Tensor):
-        if x.is_complex():
-            raise NotProvable("complex numbers have no exact form in a finite field yet")
         if not x.is_floating_point():
-            whole = x.detach().to(torch.int64)
-            return FieldTensor(whole % P, whole % Q, degree=[0])
+            return FieldTensor(x.detach().to(torch.int64) % P, degree=[CONSTANT])
         if not x.dim():
-            return FieldTensor(*_number_of(float(x)), [0])
+            return _constant_of(float(x))
         values, where = torch.unique(x.detach().double(), return_inverse=True)
     else:
-        return FieldTensor(*_number_of(float(x)), [0])
+        return _constant_of(float(x))
     numbers = values.tolist()
     if any(v != v or v == float("inf") for v in numbers):
         raise NotProvable("a constant of the model is not a number, or infinite")
-    table = torch.tensor([(0, 0) if v < LOWEST else field.constant_of(v) for v in numbers], dtype=torch.int64).reshape(-1, 2)
-    hidden = values < LOWEST
-    return FieldTensor(table[:, 0][where], table[:, 1][where], hidden[where] if bool(hidden.any()) else None, [0])
+    hides = [_is_hidden(v) for v in numbers]
+    table = torch.tensor([0 if hidden else field.constant_of(v) for v, hidden in zip(numbers, hides, strict=True)], dtype=torch.int64)
+    return FieldTensor(table[where], hidden=torch.tensor(hides)[where] if any(hides) else None, degree=[CONSTANT])
 
 
-@lru_cache(maxsize=4096)
-def _number_of(x: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return number, exponent and hidden of a constant."""
+def _constant_of(x: float) -> FieldTensor:
+    """Return a constant. What is cached are whole numbers: a tensor may be made while a capture runs, which makes it a fake one."""
     if x != x or x == float("inf"):
         raise NotProvable("a constant of the model is not a number, or infinite")
-    number, exponent = (0, 0) if x < LOWEST else field.constant_of(x)
-    return torch.tensor(number), torch.tensor(exponent), torch.tensor(True) if x < LOWEST else None
+    if _is_hidden(x):
+        return FieldTensor(torch.tensor(0), hidden=torch.tensor(True), degree=[CONSTANT])
+    return FieldTensor(torch.tensor(field.constant_of(x)), degree=[CONSTANT])
 
 
-def exponents_of_constants(numbers: Tensor) -> Tensor:
-    """Return the exponents that constants of these residues have, however they were computed."""
-    values, where = torch.unique(numbers, return_inverse=True)
-    return torch.tensor([field.exponent_of_residue(v) for v in values.tolist()], dtype=torch.int64)[where]
+def _is_hidden(x: float) -> bool:
+    """Return whether a mask with this constant hides: a capture has the least number of one type, the serial model that of another."""
+    return x in LEAST or x == -math.inf
+
+
+def lift_complex(x: Any) -> ComplexFieldTensor:
+    """Return a tensor or number as complex numbers."""
+    if isinstance(x, ComplexFieldTensor):
+        return x
+    if isinstance(x, complex):
+        x = torch.tensor(x, dtype=torch.complex128)
+    if isinstance(x, Tensor) and x.is_complex():
+        return ComplexFieldTensor(lift_constants(torch.view_as_real(x.detach().resolve_conj())))
+    real: Any = lift_constants(x)
+    return ComplexFieldTensor(torch.stack([real, torch.zeros_like(real)], -1))  # type: ignore[arg-type]
+
+
+def lift_pairs(x: Tensor) -> FieldTensor:
+    """Return a tensor as numbers of the field, complex numbers as pairs."""
+    return lift_complex(x).pair if x.is_complex() else lift_constants(x)
 
 
 def signed_order(x: FieldTensor) -> Tensor:
@@ -224,25 +340,45 @@ def hidden_or_none(x: FieldTensor) -> Tensor:
 
 def write(target: Tensor, source: Any) -> Tensor:
     """Write numbers into a tensor in place."""
+    if isinstance(target, ComplexFieldTensor):
+        write(target.pair, lift_complex(source).pair)
+        return target
     if not isinstance(target, FieldTensor):
         raise NotProvable("the model writes computed numbers into a tensor of constants")
     value = lift_constants(source)
+    if value.has_own_exponents and not target.has_own_exponents:
+        target.allocate_exponents()
+    elif target.has_own_exponents and target.is_whole and not value.has_own_exponents:
+        target.own_exponents[0] = None
     target.a.copy_(value.a.expand(target.shape))
-    target.b.copy_(value.b.expand(target.shape))
-    if target.hidden is not None:
-        target.hidden.copy_(hidden_or_none(value).expand(target.shape))
-    elif value.hidden is not None and bool(value.hidden.any()):
-        target.hidden = value.hidden.expand(target.shape).clone()
-    target.root_of = None
+    if target.has_own_exponents:
+        target.b.copy_(value.b.expand(target.shape))
+    if target.hidden is not None or (value.hidden is not None and bool(value.hidden.any())):
+        target.hide(hidden_or_none(value).expand(target.shape))
+    target.root_of = target.reciprocal_of = None
     if target.degree is not None:
-        target.degree[0] = max(target.degree[0], degree_of(value))
+        target.degree[0] = degree_of(value) if target.is_whole else target.degree[0] | degree_of(value)
     return target
+
+
+def random_like(x: Tensor, name: str, seed: int) -> Tensor:
+    """Return random numbers in the shape of a tensor, complex ones for complex ones."""
+    shape = (*x.shape, 2) if x.is_complex() else x.shape
+    numbers = random_numbers(shape, name, seed)
+    return ComplexFieldTensor(numbers) if x.is_complex() else numbers
 
 
 def random_numbers(shape: Sequence[int], name: str, seed: int) -> FieldTensor:
     """Return random numbers that depend on a name, a seed and the index of the element."""
     index = torch.arange(torch.Size(shape).numel())
-    return FieldTensor(field.random_function(f"{name}/{seed}", index).reshape(tuple(shape)), degree=[1])
+    return FieldTensor(field.random_function(f"{name}/{seed}", index).reshape(tuple(shape)), degree=[LINEAR])
+
+
+def have_equal_values(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are equal, of which any may be of the field or complex."""
+    if any(isinstance(value, FieldTensor | ComplexFieldTensor) for value in (x, y)):
+        return x.is_complex() == y.is_complex() and have_equal_numbers(lift_pairs(x), lift_pairs(y))
+    return torch.equal(x, y)
 
 
 def have_equal_numbers(x: FieldTensor, y: FieldTensor) -> bool:

@@ -1,91 +1,129 @@
 """Arithmetic modulo a prime on int64 tensors: products, quotients, roots, exponentials, logarithms, and random functions of numbers.
 
-The prime P has a smooth P - 1, so that logarithms are cheap (Pohlig and Hellman 1978), and is 1 modulo 8, 3, 5, 7, 11, 13, 17 and 19, so
-that small whole numbers have roots. Exponents are numbers modulo Q = P - 1: exp(x) = G**x keeps exp(x + y) = exp(x) exp(y).
+The prime P is just below 2^62, so that one random point suffices for most programs and sums of two numbers fit a word. P - 1 is a
+product of four coprime orders below 2^17, so that logarithms are four look-ups (Pohlig and Hellman 1978). All primes up to 23 have square
+and fourth roots. Exponents are numbers modulo Q = P - 1: exp(x) = G**x keeps exp(x + y) = exp(x) exp(y).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
 
-P = 1862340481
-Q = P - 1
-_PRIMES = {2: 7, 3: 2, 5: 1, 7: 1, 11: 1, 13: 1, 17: 1, 19: 1}  # the factors of Q, with their powers
-G = next(g for g in range(2, 100) if all(pow(g, Q // p, P) != 1 for p in _PRIMES))
-_LIMB = 16  # bits; products of limbs, summed over up to 2^21 terms, are exact in float64
-_MAX_DENOMINATOR, _MAX_NUMERATOR = 4096, 1 << 17
+ORDERS = (8 * 3 * 5 * 7 * 23, 11 * 13 * 17 * 19, 69221, 72533)  # coprime, of subgroups small enough for a table
+PRIME_FACTORS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 69221, 72533)  # of Q
+Q = prod(ORDERS)
+P = Q + 1  # 4480424788663463641
+G = next(g for g in range(2, 100) if all(pow(g, Q // p, P) != 1 for p in PRIME_FACTORS))
+LARGEST_WEIGHT = -(-(1 << 64) // P) / (1 << 64)  # the largest probability of a number that `random_function` gives
+_HALF = 31  # bits of a factor that goes into a product at once
+_LIMB = 21  # bits: products of limbs, summed over up to 2^11 terms, are exact in float64
+_SHORT_LIMB = 16  # bits: over up to 2^21 terms
+_MAX_SHORT_SUM = 1 << 11
+_TABLE = 16  # bits of an exponent that a table of powers covers
+_MAX_DENOMINATOR, _MAX_SQUARE = 1 << 22, 4096  # of constants that are rational, or roots: 2 / n of a mean of n elements is one
+_LAST_BITS = 34  # in which a shift of a number, as that of a mask of ones, is one of its exponent
+_FEW = 64  # elements, which Python inverts faster than torch
 _WORD = (1 << 64) - 1
 _ROUNDING = 2.3e-16  # of one operation, relative
 
 
-def reduce_mod(x: Tensor, modulus: int) -> Tensor:
-    return torch.remainder(x, modulus)
+def multiply_residues(x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
+    """Return products of numbers in 0..modulus-1 modulo a number below 2^62.
+
+    Words wrap around, so x y - q modulus is exact if the quotient q, which float64 estimates, is off by less than two. It is where q has
+    fewer than 34 bits: x is multiplied by the upper half of y's bits first.
+    """
+    upper, lower, approximate = y >> _HALF, y & ((1 << _HALF) - 1), x.double()
+    rest = torch.sub(x * upper, (approximate * upper / modulus).to(torch.int64), alpha=modulus)
+    quotient = (torch.add(approximate * lower, rest, alpha=1 << _HALF) / modulus).to(torch.int64)
+    return torch.sub(torch.add(x * lower, rest, alpha=1 << _HALF), quotient, alpha=modulus).remainder_(modulus)
 
 
-def raise_to_power(base: Tensor, exponent: int) -> Tensor:
-    """Return `base ** exponent` for a whole exponent >= 0."""
-    out = torch.ones_like(base)
-    while exponent:
-        if exponent & 1:
-            out = out * base % P
-        base = base * base % P
-        exponent >>= 1
-    return out
+def combine_limbs(sums: Sequence[Tensor], bits: int, modulus: int) -> Tensor:
+    """Return the sum of `sums[i] << (i bits)` modulo a number, for whole numbers below 2^61 of either sign."""
+    total = sums[-1]
+    for part in reversed(sums[:-1]):
+        quotient = ((total.double() * float(1 << bits) + part) / modulus).to(torch.int64)
+        total = torch.sub(torch.add(part, total, alpha=1 << bits), quotient, alpha=modulus)
+    return total.remainder(modulus)
+
+
+def raise_to_powers(base: Tensor, exponents: Sequence[int]) -> list[Tensor]:
+    """Return `base ** exponent` for whole exponents >= 0. One product a bit squares the base and goes on with every power that has it."""
+    powers = torch.stack([base, *[torch.ones_like(base) for _ in exponents]])
+    for bit in range(max(exponents).bit_length()):
+        rows = [0, *[row for row, exponent in enumerate(exponents, 1) if exponent >> bit & 1]]
+        powers[rows] = multiply_residues(powers[rows], powers[0])
+    return list(powers[1:])
 
 
 def inverse_of(x: Tensor) -> Tensor:
-    """Return 1 / x; 0 where x is 0."""
-    return raise_to_power(x, P - 2)
+    """Return 1 / x; 0 where x is 0. Many numbers share one inversion: that of their product (Montgomery 1987)."""
+    if x.numel() <= _FEW:
+        return torch.tensor([pow(v, -1, P) if v else 0 for v in x.flatten().tolist()], dtype=torch.int64).reshape(x.shape)
+    flat = x.reshape(-1)
+    is_zero = flat == 0
+    levels = [torch.where(is_zero, 1, flat)]
+    while levels[-1].numel() > _FEW:
+        level = levels[-1]
+        if level.numel() % 2:
+            level = levels[-1] = torch.cat([level, torch.ones_like(level[:1])])
+        levels.append(multiply_residues(level[0::2], level[1::2]))
+    inverse = inverse_of(levels.pop())
+    for level in reversed(levels):
+        inverse = multiply_residues(inverse[: level.numel() // 2].unsqueeze(1), level.view(-1, 2).flip(1)).view(-1)
+    return torch.where(is_zero, 0, inverse[: flat.numel()]).reshape(x.shape)
 
 
 @cache
-def _power_tables() -> tuple[Tensor, Tensor]:
-    low = torch.tensor([pow(G, i, P) for i in range(1 << _LIMB)])
-    high = torch.tensor([pow(G, i << _LIMB, P) for i in range((Q >> _LIMB) + 1)])
-    return low, high
+def _powers_of(base: int, count: int) -> Tensor:
+    """Return `base ** i` for i in 0..count-1."""
+    powers = torch.ones(1, dtype=torch.int64)
+    while powers.numel() < count:
+        powers = torch.cat([powers, multiply_residues(powers, torch.tensor(pow(base, powers.numel(), P)))])
+    return _outside_accounts(powers[:count])
+
+
+def _outside_accounts(table: Tensor) -> Tensor:
+    """Return a table that stays, in memory that no account of tensors counts."""
+    return torch.from_numpy(table.numpy().copy())
 
 
 def exponential_of(exponent: Tensor) -> Tensor:
     """Return G ** exponent, for exponents in 0..Q-1."""
-    low, high = _power_tables()
-    return low[exponent & ((1 << _LIMB) - 1)] * high[exponent >> _LIMB] % P
+    out: Tensor | None = None
+    for shift in range(0, Q.bit_length(), _TABLE):
+        power = _powers_of(pow(G, 1 << shift, P), 1 << _TABLE)[exponent >> shift & ((1 << _TABLE) - 1)]
+        out = power if out is None else multiply_residues(out, power)
+    assert out is not None
+    return out
 
 
 @cache
-def _build_subgroup(p: int) -> tuple[Tensor, Tensor]:
-    """Return the elements of order p in order, sorted, and the exponent of each."""
-    root = pow(G, Q // p, P)
-    values = torch.tensor([pow(root, i, P) for i in range(p)])
-    ordered, exponents = values.sort()
-    return ordered, exponents
+def _build_subgroup(order: int) -> tuple[Tensor, Tensor]:
+    """Return the elements of an order, sorted, and the exponent of each."""
+    ordered, exponents = _powers_of(pow(G, Q // order, P), order).sort()
+    return _outside_accounts(ordered), _outside_accounts(exponents)
 
 
 def logarithm_of(x: Tensor) -> Tensor:
-    """Return e with G ** e = x, digit by digit in every prime factor of Q; 0 where x is 0."""
-    x = torch.where(x == 0, 1, x)
+    """Return e with G ** e = x: its residue modulo each of four orders, in whose subgroup a power of x lies; 0 where x is 0."""
+    first, second, third, fourth = ORDERS
+    lower, upper = raise_to_powers(torch.where(x == 0, 1, x), [third * fourth, first * second])
     total = torch.zeros_like(x)
-    for p, k in _PRIMES.items():
-        size, residue = p**k, torch.zeros_like(x)
-        ordered, exponents = _build_subgroup(p)
-        base = raise_to_power(x, Q // size)
-        unit = pow(G, Q // size, P)
-        for digit in range(k):
-            rest = base * power_of_constant(pow(unit, -1, P), residue, size) % P
-            residue = residue + exponents[torch.searchsorted(ordered, raise_to_power(rest, p ** (k - 1 - digit)))] * p**digit
-        other = Q // size
-        total = (total + residue * (other * pow(other, -1, size) % Q)) % Q
+    for power, order in zip([*raise_to_powers(lower, [second, first]), *raise_to_powers(upper, [fourth, third])], ORDERS, strict=True):
+        ordered, exponents = _build_subgroup(order)
+        other = Q // order
+        residue = exponents[torch.searchsorted(ordered, power)]
+        total = (total + multiply_residues(torch.tensor(other * pow(other, -1, order) % Q), residue, Q)) % Q
     return total
-
-
-def power_of_constant(base: int, exponent: Tensor, bound: int) -> Tensor:
-    """Return `base ** exponent` for exponents in 0..bound-1, a small bound."""
-    return torch.tensor([pow(base, i, P) for i in range(bound)])[exponent]
 
 
 @cache
@@ -102,6 +140,16 @@ def random_function(name: str, x: Tensor, modulus: int = P) -> Tensor:
     return (z ^ (z >> 31 & 0x1FFFFFFFF)) % modulus
 
 
+def exponent_of_number(a: Tensor) -> Tensor:
+    """Return the exponents of numbers: a random odd function of all but a number's last bits, plus these, so that exp(-x) exp(x) = 1,
+    exp(2) = exp(1) exp(1), and exp(x + 1) = exp(x) exp(1) but where the last bits overflow (2 ** -34 a number)."""
+    sign = torch.where(a > P // 2, -1, 1)
+    size = torch.where(sign < 0, P - a, a)
+    first = size >> _LAST_BITS
+    exponent = torch.where(first == 0, 0, random_function("exponent", first, Q)) + (size & (1 << _LAST_BITS) - 1)
+    return sign * exponent % Q
+
+
 @cache
 def _offset_of(name: str) -> int:
     return _as_signed(hash_text(name) * 0x9E3779B97F4A7C15)
@@ -111,22 +159,46 @@ def _as_signed(word: int) -> int:
     return ((word + (1 << 63)) & _WORD) - (1 << 63)
 
 
-def apply_bilinear(f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
-    """Return a bilinear function with whole coefficients, by exact float64 products of 16-bit limbs."""
-    limbs = [[(v & ((1 << _LIMB) - 1)).double(), (v >> _LIMB).double()] for v in (x, y)]
-    total = None
-    for i, left in enumerate(limbs[0]):
-        for j, right in enumerate(limbs[1]):
-            part = f(left, right).to(torch.int64) % modulus * (pow(2, _LIMB * (i + j), modulus)) % modulus
-            total = part if total is None else (total + part) % modulus
-    assert total is not None
-    return total
+def apply_bilinear(
+    f: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, modulus: int = P, num_terms: int = 1 << 21, by_sample: bool = False
+) -> Tensor:
+    """Return a bilinear function with coefficients 0 and 1, which sums up to `num_terms` products, by exact float64 products of limbs.
+
+    `by_sample`: it acts on each sample of `x` by itself, so that limbs of `x` may be samples too.
+    """
+    bits = _LIMB if num_terms <= _MAX_SHORT_SUM else _SHORT_LIMB
+    left, right = _split_limbs(x, bits), _split_limbs(y, bits)
+    samples = torch.cat(left) if by_sample else None
+    sums: list[Tensor | None] = [None] * (len(left) + len(right) - 1)
+    for j, high in enumerate(right):
+        products = [f(low, high) for low in left] if samples is None else f(samples, high).chunk(len(left))
+        for i, product in enumerate(products):
+            part, total = product.to(torch.int64), sums[i + j]
+            sums[i + j] = part if total is None else total + part
+    return combine_limbs([total for total in sums if total is not None], bits, modulus)
 
 
-def apply_linear(f: Callable[[Tensor], Tensor], x: Tensor, modulus: int = P) -> Tensor:
-    """Return a linear function with whole coefficients, by limbs."""
-    low, high = f((x & ((1 << _LIMB) - 1)).double()), f((x >> _LIMB).double())
-    return (low.to(torch.int64) + high.to(torch.int64) % modulus * (1 << _LIMB)) % modulus
+def multiply_matrices(x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
+    """Return a matrix product: one of the rows' limbs below one another and the columns' limbs beside one another."""
+    if x.dim() < 2 or y.dim() < 2 or x.shape[-1] > _MAX_SHORT_SUM:
+        return apply_bilinear(torch.matmul, x, y, modulus, x.shape[-1])
+    left, right = _split_limbs(x, _LIMB), _split_limbs(y, _LIMB)
+    products = torch.matmul(torch.cat(left, -2), torch.cat(right, -1)).to(torch.int64)
+    rows, n = torch.split(products, x.shape[-2], -2), len(right)
+    parts = [torch.split(row, y.shape[-1], -1) for row in rows]
+    sums = [sum(parts[i][k - i] for i in range(len(left)) if 0 <= k - i < n) for k in range(len(left) + n - 1)]
+    return combine_limbs(sums, _LIMB, modulus)  # type: ignore[arg-type]
+
+
+def _split_limbs(x: Tensor, bits: int) -> list[Tensor]:
+    return [(x >> shift & ((1 << bits) - 1)).double() for shift in range(0, P.bit_length(), bits)]
+
+
+def apply_linear(f: Callable[..., Tensor], *tensors: Tensor, modulus: int = P) -> Tensor:
+    """Return a linear function of tensors with coefficients 0 and 1 (sums, scatters) of up to 2^22 terms, by halves of their bits."""
+    lower = f(*((x & ((1 << _HALF) - 1)).double() for x in tensors))
+    upper = f(*((x >> _HALF).double() for x in tensors))
+    return combine_limbs([lower.to(torch.int64), upper.to(torch.int64)], _HALF, modulus)
 
 
 def square_root(x: int) -> int | None:
@@ -136,32 +208,30 @@ def square_root(x: int) -> int | None:
 
 
 @cache
-def constant_of(x: float) -> tuple[int, int]:
-    """Return (number, exponent) of a constant: small rationals and their roots exactly, any other float as an unknown of its own."""
+def constant_of(x: float) -> int:
+    """Return the number of a constant: rationals and roots of small ones exactly, any other float as an unknown of its own."""
     if x < 0:
-        a, b = constant_of(-x)
-        return -a % P, -b % Q
+        return -constant_of(-x) % P
     if x == int(x) and x < P:
-        return int(x), int(x) % Q
-    fraction, square = Fraction(x).limit_denominator(_MAX_DENOMINATOR), Fraction(x * x).limit_denominator(_MAX_DENOMINATOR)
+        return int(x)
+    fraction = Fraction(x).limit_denominator(_MAX_DENOMINATOR)
     if abs(float(fraction) - x) <= _ROUNDING * x:  # 1 / (1 - p) of dropout is a rational that was rounded twice
-        return _residue_of(fraction), hash_text(f"root {fraction}") ** 2 % Q
-    if square and abs(float(square) - x * x) <= 4e-16 * x * x and (root := square_root(_residue_of(square))) is not None:
-        return root, hash_text(f"root {square}") % Q
-    return hash_text(f"number {x!r}") % P, hash_text(f"exponent {x!r}") % Q
-
-
-@cache
-def exponent_of_residue(a: int) -> int:
-    """Return the exponent of the constant with residue `a`: of the fraction of small numbers that has it, if there is one."""
-    remainders, factors = (P, a), (0, 1)
-    while remainders[1] > _MAX_NUMERATOR:  # Euclid's algorithm, stopped halfway
-        quotient = remainders[0] // remainders[1]
-        remainders, factors = (remainders[1], remainders[0] % remainders[1]), (factors[1], factors[0] - quotient * factors[1])
-    if not 0 < abs(factors[1]) <= _MAX_DENOMINATOR:
-        return hash_text(f"residue {a}") % Q
-    fraction = Fraction(remainders[1], factors[1])
-    return constant_of(float(fraction))[1]
+        return _residue_of(fraction)
+    # One less a rational p, as 1 - momentum of batch norm, and the scale 1 / (1 - p) of dropout, have lost digits that p has.
+    part = 1 - x if x < 1 else 1 - 1 / x
+    lost = Fraction(part).limit_denominator(_MAX_DENOMINATOR)
+    if x < 1 and 1 - float(lost) == x:
+        return _residue_of(1 - lost)
+    if x > 1 and lost < 1 and 1 / (1 - float(lost)) == x:
+        return _residue_of(1 / (1 - lost))
+    for degree in (2, 4):  # attention with dropout scales queries and keys by a fourth root each
+        power = Fraction(x**degree).limit_denominator(_MAX_SQUARE)
+        if power and abs(float(power) - x**degree) <= degree * _ROUNDING * x**degree:
+            root = square_root(_residue_of(power))
+            root = square_root(root) if degree == 4 and root is not None else root
+            if root is not None:
+                return root
+    return hash_text(f"number {x!r}") % P
 
 
 def _residue_of(fraction: Fraction) -> int:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
-from shardwise.run.prove.field_tensor import CERTAINTY, FieldTensor, NotProvable, aten, degree_of, lift_constants, register_for, write
+from shardwise.run.prove.degrees import CERTAINTY
+from shardwise.run.prove.field_tensor import FieldTensor, NotProvable, aten, degree_of, hidden_or_none, lift_constants, register_for, write
 from shardwise.run.prove.rules import matrix_product
+from shardwise.world import private
 
 _MINUS_INFINITY = float("-inf")
 
@@ -39,11 +41,11 @@ def _apply_scores(q: Any, k: Any, causal: bool, mask: Tensor | None, scale: floa
 def _apply_attend(
     func: Any, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None
 ) -> Any:
-    weights = _apply_scores(q, k, is_causal, attn_mask, scale).exp()
+    scores = _apply_scores(q, k, is_causal, attn_mask, scale)
+    weights = scores.exp()
     total = weights.sum(-1)
-    return FieldTensor(
-        matrix_product(weights / total.unsqueeze(-1), _repeat_heads(v, q)).a, degree=[degree_of(v) + 2]
-    ), total.log()  # exponents renewed, as by the division of a ring
+    divisor = total if scores.hidden is None else torch.where(scores.hidden.all(-1), 1.0, total)  # a row that sees nothing is zero
+    return matrix_product(weights / divisor.unsqueeze(-1), _repeat_heads(v, q)), total.log()
 
 
 @register_for(aten._scaled_dot_product_flash_attention_for_cpu_backward)
@@ -82,32 +84,43 @@ def _apply_square(func: Any, x: Any) -> Any:
     return x**2
 
 
+def _num_window_terms(weight: Tensor) -> int:
+    """Return how many products an element of a convolution, or of its input's gradient, is at most a sum of."""
+    return weight.numel() // min(weight.shape[:2])
+
+
 @register_for(aten.convolution)
 def _apply_convolve(func: Any, x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
     x, weight = lift_constants(x), lift_constants(weight)
-    out: Any = FieldTensor(
-        field.apply_bilinear(lambda a, b: func(a, b, None, *settings), x.a, weight.a), degree=[degree_of(x) + degree_of(weight)]
+    products = field.apply_bilinear(
+        lambda a, b: func(a, b, None, *settings), x.a, weight.a, num_terms=_num_window_terms(weight), by_sample=True
     )
+    out: Any = FieldTensor(products, degree=[degree_of(x) + degree_of(weight)])
     return out if bias is None else out + lift_constants(bias).reshape(-1, *[1] * (out.dim() - 2))
 
 
 @register_for(aten.convolution_backward)
 def _convolve_backward(func: Any, gradient: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any) -> Any:
     gradient, x, weight, wanted = lift_constants(gradient), lift_constants(x), lift_constants(weight), settings[-1]
-    shapes = torch.zeros(x.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
+    shapes = torch.zeros(1, *x.shape[1:], dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
     of_input = of_weight = of_bias = None
     if wanted[0]:
         mask = [True, False, False]
-        of_input = FieldTensor(
-            field.apply_bilinear(lambda g, w: func(g, shapes[0], w, bias_sizes, *settings[:-1], mask)[0], gradient.a, weight.a),
-            degree=[degree_of(gradient) + degree_of(weight)],
+        products = field.apply_bilinear(
+            lambda g, w: func(g, shapes[0].expand(len(g), *x.shape[1:]), w, bias_sizes, *settings[:-1], mask)[0],
+            gradient.a,
+            weight.a,
+            num_terms=_num_window_terms(weight),
+            by_sample=True,
         )
+        of_input = FieldTensor(products, degree=[degree_of(gradient) + degree_of(weight)])
     if wanted[1]:
         mask = [False, True, False]
-        of_weight = FieldTensor(
-            field.apply_bilinear(lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a),
-            degree=[degree_of(gradient) + degree_of(x)],
+        num_terms = max(gradient.numel() // gradient.shape[1], x.numel() // x.shape[1])
+        products = field.apply_bilinear(
+            lambda g, v: func(g, v, shapes[1], bias_sizes, *settings[:-1], mask)[1], gradient.a, x.a, num_terms=num_terms
         )
+        of_weight = FieldTensor(products, degree=[degree_of(gradient) + degree_of(x)])
     if wanted[2]:
         of_bias = gradient.sum([0, *range(2, gradient.dim())])
     return of_input, of_weight, of_bias
@@ -118,7 +131,6 @@ def _update_adamw(func: Any, parameters: Any, gradients: Any, means: Any, square
     (_, steps), lr, beta1, beta2 = rest, float(options["lr"]), options["beta1"], options["beta2"]
     if options["amsgrad"] or options["maximize"]:
         raise NotProvable("amsgrad and maximize have no exact form yet")
-    divisors = CERTAINTY.divisor_degree
     for p, g, mean, square, count in zip(parameters, gradients, means, squares, steps, strict=True):
         step = float(count)
         if func.overloadpacket is aten._fused_adam_:
@@ -128,8 +140,8 @@ def _update_adamw(func: Any, parameters: Any, gradients: Any, means: Any, square
         write(mean, mean * beta1 + g * (1 - beta1))
         write(square, square * beta2 + g * g * (1 - beta2))
         root = square.sqrt() / (1 - beta2**step) ** 0.5 + options["eps"]
-        write(p, p - mean / root * (lr / (1 - beta1**step)))
-    CERTAINTY.divisor_degree = divisors + 1  # an element's update has one divisor of its own, and no other element has it
+        inverse = 1.0 / root if CERTAINTY.num_steps > 1 else FieldTensor(field.inverse_of(root.a), degree=[CERTAINTY.add_update_divisor()])
+        write(p, p - mean * inverse * (lr / (1 - beta1**step)))
 
 
 @register_for(aten._fused_sgd_)
@@ -142,6 +154,15 @@ def _update_sgd(func: Any, parameters: Any, gradients: Any, momenta: Any, **opti
             write(momenta[i], direction if options["is_first_step"] else momenta[i] * momentum + damped)
             direction = direction + momenta[i] * momentum if options["nesterov"] else momenta[i]
         write(p, p - direction * float(options["lr"]))
+
+
+@register_for(getattr(aten, private.unscale.__name__))
+def _unscale_each(func: Any, gradients: Sequence[Any], found_inf: Tensor, inverse: Tensor) -> None:
+    """Scale gradients in place. Numbers of the field are finite, but for those that stand for minus infinity."""
+    for gradient in gradients:
+        write(gradient, gradient * inverse)
+        if bool(hidden_or_none(gradient).any()):
+            found_inf.fill_(1.0)
 
 
 @register_for(aten._foreach_copy_)

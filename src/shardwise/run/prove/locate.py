@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from shardwise.errors import ShardwiseError
 from shardwise.plan.ir.placement import (  # fmt: skip
@@ -24,7 +24,7 @@ from shardwise.plan.ir.placement import (  # fmt: skip
     position_ranges,
 )
 from shardwise.run.engine import Engine
-from shardwise.run.prove.field_tensor import FieldTensor, have_equal_numbers, lift_constants
+from shardwise.run.prove.field_tensor import ComplexFieldTensor, FieldTensor, have_equal_values
 
 Values = dict[tuple[int, str, tuple[Placement, ...]], Tensor]  # (microbatch, value, placements along every axis)
 
@@ -35,9 +35,6 @@ class ValueRecorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, microbatch: Callable[[], int], values: Values) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._microbatch, self._values = microbatch, values
-
-    def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -53,8 +50,9 @@ def record_values(engine: Engine) -> Values:
     draw = engine.rank_model.draw
     for runners in {id(r): r for r in engine.executor.by_microbatch.values()}.values():
         for runner in runners.runners.values():
-            if isinstance(runner.local.module, fx.GraphModule):
-                runner.module = ValueRecorder(runner.local.module, lambda: draw.microbatch, values)
+            if isinstance(runner.local.module, nn.Module):  # a graph, or layers that wait for weights or are recomputed around graphs
+                for graph in [m for m in runner.local.module.modules() if isinstance(m, fx.GraphModule)]:
+                    graph.forward = ValueRecorder(graph, lambda: draw.microbatch, values).run
     return values
 
 
@@ -125,8 +123,8 @@ def _is_part_of_whole(expected: Tensor, key: tuple[int, str, tuple[Placement, ..
         wanted = _part_of(expected, key[2], place)
     except (ShardwiseError, RuntimeError):  # a placement of a microbatch of another size
         return True
-    if isinstance(total, FieldTensor) or isinstance(wanted, FieldTensor):
-        return have_equal_numbers(lift_constants(total), lift_constants(wanted))
+    if any(isinstance(x, FieldTensor | ComplexFieldTensor) for x in (total, wanted)):
+        return have_equal_values(total, wanted)
     return total.shape == wanted.shape and torch.equal(total.to(wanted.dtype), wanted)
 
 

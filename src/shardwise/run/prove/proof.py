@@ -9,7 +9,7 @@ from shardwise.run.prove.locate import WrongValue
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor of one rank that is not the serial run's. `kind`: gradient, weight, or a slot of the optimizer."""
+    """One tensor of one rank that is not the serial run's. `kind`: loss, gradient, weight, or a slot of the optimizer."""
 
     step: int
     rank: int
@@ -26,7 +26,8 @@ class Proof:
 
     `points`: random points at which both sides were equal, or at the last of which they were not; `redrawn`: further ones that a zero
     divisor spoiled. `error_probability`: at most with which a wrong plan passes; 1 for one that differs. `wrong_value`: the first operator
-    whose value differs, if the difference arises in forward.
+    whose value differs, if the difference arises in forward. `reduction`: what a larger plan was reduced to, and why that suffices; empty
+    for a plan that was proven as it is.
     """
 
     layout: str
@@ -36,6 +37,7 @@ class Proof:
     error_probability: float
     differences: tuple[Difference, ...] = ()
     wrong_value: WrongValue | None = None
+    reduction: str = ""
 
     @property
     def ok(self) -> bool:
@@ -58,6 +60,7 @@ class Proof:
         return {
             "layout": self.layout,
             "ok": self.ok,
+            "reduction": self.reduction,
             "points": self.points,
             "redrawn": self.redrawn,
             "error_probability": self.error_probability,

@@ -19,23 +19,27 @@ from torch import Tensor, nn
 
 from shardwise.capture.capture import Loss
 from shardwise.capture.nesting import named_leaves, replace_leaves
+from shardwise.lower.float64_mode import cast_to_float64, is_float64
 from shardwise.model.graph import Graph, Variable
 from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH
 from shardwise.plan.ir.choice import AUTO, AllReduceChoices
+from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
-from shardwise.run.engine import Engine
-from shardwise.run.prove import fused_rules, rules  # noqa: F401 - they register the rules of operators
+from shardwise.run.engine import DeviceOptions, Engine
+from shardwise.run.prove import complex_rules, fused_rules, order_rules, rules, window_rules  # noqa: F401 - they register rules
+from shardwise.run.prove.degrees import CERTAINTY, CONSTANT, LINEAR
 from shardwise.run.prove.field_tensor import (
-    CERTAINTY,
+    ComplexFieldTensor,
     FieldMode,
     FieldTensor,
     NotProvable,
     degree_of,
-    have_equal_numbers,
+    have_equal_values,
     lift_constants,
+    random_like,
     random_numbers,
 )
 from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
@@ -72,7 +76,8 @@ class RankStep:
 
 @dataclass(frozen=True)
 class ProofSubject:
-    """A plan, its model and batch, as the ranks and the serial run get them."""
+    """A plan, its model and batch, as the ranks and the serial run get them. `scales_loss`: the ranks scale the loss, and their gradients
+    back; the serial run does not."""
 
     plan: Plan
     make: Any
@@ -80,31 +85,35 @@ class ProofSubject:
     loss: Loss | None
     source: CachedModelSource
     options: ProofOptions
+    scales_loss: bool
 
 
 def prove_plan(
     plan: Plan, make: Any, batch: Any, loss: Loss | None, source: CachedModelSource, options: ProofOptions = ProofOptions(),
-    cut_everything: bool = False,
+    cut_everything: bool = False, locates_difference: bool = True,
 ) -> Proof:  # fmt: skip
-    """Prove a plan, or name what differs first.
+    """Prove a plan, or name what differs first; the first operator that does only with `locates_difference`, which runs all again.
 
     Raises:
         NotProvable: an operator has no exact form.
     """
     _refuse_approximate(plan.layout)
     options = replace(options, steps=max(options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0))
+    precision = plan.layout.precision
     plan = replace(plan, layout=replace(plan.layout, precision="float64", gradients="float32", all_reduce=AUTO), sums=AllReduceChoices())
     if cut_everything:
         plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
     source = replace(source, has_values=False)
     source.capture_all(plan, batch, loss)
-    subject = ProofSubject(plan, make, batch, loss, source, options)
+    subject = ProofSubject(plan, make, batch, loss, source, options, PRECISIONS[precision].scales_loss)
     differences, wrong, run = list[Difference](), None, None
     probability, points, redrawn, seed = 1.0, 0, 0, options.seed
     while not differences and probability > options.max_error_probability:
         run = run or _ProofRun(subject)
         differences, seed = run.compare_point(seed), seed + 1
-        if CERTAINTY.zero_divisors and redrawn < MAX_REDRAWN:
+        if CERTAINTY.zero_divisors:
+            if redrawn == MAX_REDRAWN:
+                raise NotProvable(f"a divisor was zero at each of {redrawn + 1} random points, which shows nothing; use verify")
             redrawn, differences, run = redrawn + 1, [], None  # what the optimizer has after such a point shows nothing either
             continue
         points += 1
@@ -112,9 +121,10 @@ def prove_plan(
         if chance > _MAX_CHANCE:
             raise NotProvable(f"the model's degree is too high for a proof: a point would miss an error with a chance of {chance:.2g}")
         probability *= chance
-        wrong = run.locate() if differences else None
+        wrong = run.locate() if differences and locates_difference else None
+    shown = replace(plan.layout, precision=precision if subject.scales_loss else "float32", gradients="float32")
     return Proof(
-        str(replace(plan.layout, precision="float32", gradients="float32")), plan.model, points, redrawn,
+        str(shown), plan.model, points, redrawn,
         1.0 if differences else probability, tuple(differences), wrong,
     )  # fmt: skip
 
@@ -144,11 +154,15 @@ class _ProofRun:
             name: lift_constants(x.clone()) if x.is_floating_point() else x.clone()
             for name, x in self.model.named_buffers(remove_duplicate=False)
         }
+        wide = [name for name, x in self.buffers.items() if x.dtype is torch.complex128]
+        if wide:
+            raise NotProvable(f"buffer {wide[0]} is complex128, which no checkpoint stores; make it complex64")
         self.batch = subject.batch
         self.steps: list[list[RankStep]] = []  # by step and rank
         self.traits: Any = None
         self.graph: Graph | None = None
-        self.degree = 1  # the largest of compared values
+        self.degree = LINEAR  # the largest of compared values
+        self._weights: dict[str, FieldTensor] = {}  # this point's, of which every rank takes its shards
         self._engines: dict[int, Engine] = {}
         self._serial: SerialRun | None = None
         self._room = Exchange(subject.plan.layout.num_ranks)
@@ -156,22 +170,25 @@ class _ProofRun:
     def _build_model(self) -> nn.Module:
         torch.manual_seed(self.subject.options.seed)
         make = self.subject.make
-        return (copy.deepcopy(make) if isinstance(make, nn.Module) else make()).double()
+        model = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
+        self.is_float64 = is_float64(model)  # else torch.finfo, by which masks are filled, is float32's on both sides
+        return cast_to_float64(model)
 
     def _draw_batch(self) -> Any:
         """Return the batch with random numbers in place of its floating-point ones."""
         leaves = dict(named_leaves(self.subject.batch))
         drawn = {
-            path: random_numbers(x.shape, f"batch {path}", self.seed) if isinstance(x, Tensor) and x.is_floating_point() else x
+            path: random_like(x, f"batch {path}", self.seed) if isinstance(x, Tensor) and _has_numbers(x) else x
             for path, x in leaves.items()
         }
         return replace_leaves(self.subject.batch, drawn)
 
     def compare_point(self, seed: int) -> list[Difference]:
         """Run all ranks and the serial model from a point; return what differs."""
-        CERTAINTY.reset()
+        CERTAINTY.reset(self.subject.options.steps)
         self.seed, self.batch = seed, None
         self.batch = self._draw_batch()
+        self._weights.clear()
         options, num_ranks = self.subject.options, self.subject.plan.layout.num_ranks
         self.steps = [[None] * num_ranks for _ in range(options.steps)]  # type: ignore[list-item]
         self._room.run_ranks(self._run_rank)
@@ -208,7 +225,8 @@ class _ProofRun:
 
     def _build_engine(self, world: World, plan: Plan) -> Engine:
         subject = self.subject
-        engine = Engine(plan, subject.source, self.batch, subject.loss, world, subject.options.optimizer, seed=subject.options.seed)
+        optimizer, device = subject.options.optimizer, DeviceOptions(scales_loss=subject.scales_loss)
+        engine = Engine(plan, subject.source, self.batch, subject.loss, world, optimizer, seed=subject.options.seed, device=device)
         with torch.no_grad():
             self._fill_shards(engine, engine.rank_model.graph)
         return engine
@@ -221,7 +239,7 @@ class _ProofRun:
                 world = thread_world(self._room, rank, subject.plan.layout.num_ranks)
                 engine = self._engines[rank] = self._build_engine(world, subject.plan)
                 if rank == 0:
-                    self.graph, self.traits = engine.rank_model.graph, serial_traits(engine)
+                    self.graph, self.traits = engine.rank_model.graph, replace(serial_traits(engine), is_float64=self.is_float64)
             else:
                 with torch.no_grad():
                     self._fill_shards(engine, engine.rank_model.graph)
@@ -247,7 +265,9 @@ class _ProofRun:
     def _value_of(self, kind: str, v: Variable) -> Tensor:
         if kind == "buffer":
             return next(self.buffers[name] for name in (v.name, *v.aliases) if name in self.buffers)
-        return random_numbers(v.tensor.shape, v.name, self.seed)
+        if v.name not in self._weights:
+            self._weights[v.name] = random_numbers(v.tensor.shape, v.name, self.seed)
+        return self._weights[v.name]
 
     def _serial_steps(self) -> list[StepValues]:
         subject = self.subject
@@ -274,7 +294,7 @@ class _ProofRun:
         serial.set_batch(self.batch)
         with torch.no_grad():
             for path, p in serial.model.named_parameters():
-                _refill_tensor(p, random_numbers(p.shape, names.get(path, path), self.seed))
+                _refill_tensor(p, random_like(p, names.get(path, path), self.seed))
             for path, b in serial.model.named_buffers():
                 _refill_tensor(b, self.buffers[path])
 
@@ -284,7 +304,7 @@ class _ProofRun:
         names = {name: v.name for v in self.graph.parameters for name in (v.name, *v.aliases)}
         replaced: dict[int, nn.Parameter] = {}
         for path, p in self.model.named_parameters():
-            value = random_numbers(p.shape, names.get(path, path), self.seed)
+            value = random_like(p, names.get(path, path), self.seed)
             replaced[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
         buffers = {id(b): lift_constants(b) for b in self.model.buffers() if b.is_floating_point()}
         for module in self.model.modules():
@@ -295,6 +315,10 @@ class _ProofRun:
     def _compare(self, step: int, rank: int, actual: RankStep, expected: StepValues) -> Iterator[Difference]:
         assert self.graph is not None
         names = {v.name: (v.name, *v.aliases) for v in (*self.graph.parameters, *self.graph.buffers)}
+        loss = expected["loss"][""]
+        self.degree = self.degree | degree_of(actual.loss) | degree_of(loss)
+        if not have_equal_values(actual.loss, loss):
+            yield Difference(step, rank, "loss", "the batch")
         for kind, shards in (("gradient", actual.gradients), ("weight", actual.state)):
             for shard in shards:
                 if shard.kind not in ("parameter", "buffer", "optimizer"):
@@ -304,16 +328,18 @@ class _ProofRun:
                 full = next((table[key] for key in keys if key in table), None)
                 if full is None:
                     continue
+                full = torch.view_as_real(full) if full.is_complex() and not shard.tensor.is_complex() else full  # parameters are pairs
                 value = shard.tensor.sqrt() if shard.slot == "exp_avg_sq" else shard.tensor
-                self.degree = max(self.degree, degree_of(value), degree_of(full))
-                if not _are_equal(value, _part_of(full, shard)):
+                self.degree = self.degree | degree_of(value) | degree_of(full)
+                if not have_equal_values(value, _part_of(full, shard)):
                     yield Difference(step, rank, shard.slot or kind, shard.name)
 
 
 def _refill_tensor(x: Tensor, value: Tensor) -> None:
     """Write a point's numbers over those that a step has left."""
-    if isinstance(x, FieldTensor) and x.degree is not None:
-        x.degree[0] = 0
+    numbers = x.pair if isinstance(x, ComplexFieldTensor) else x
+    if isinstance(numbers, FieldTensor) and numbers.degree is not None:
+        numbers.degree[0] = CONSTANT
     x.copy_(value)
 
 
@@ -324,10 +350,8 @@ def _part_of(full: Tensor, shard: StateShard) -> Tensor:
     return part if shard.flat is None else part.reshape(-1)[shard.flat[0] : shard.flat[1]]
 
 
-def _are_equal(x: Tensor, y: Tensor) -> bool:
-    if isinstance(x, FieldTensor) or isinstance(y, FieldTensor):
-        return have_equal_numbers(lift_constants(x), lift_constants(y))
-    return torch.equal(x, y)
+def _has_numbers(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _copy_of(x: Tensor) -> Tensor:

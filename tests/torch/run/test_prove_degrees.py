@@ -1,0 +1,59 @@
+"""Degrees of a proof: against the degrees of polynomials that are written out by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from shardwise.run.prove import order_rules, rules  # noqa: F401 - they register the rules of operators
+from shardwise.run.prove.degrees import CERTAINTY, LINEAR, Degree
+from shardwise.run.prove.field_tensor import FieldMode, degree_of, random_numbers
+from shardwise.run.prove.finite_field import LARGEST_WEIGHT
+
+
+def test_a_quotient_is_multiplied_by_its_own_divisors_alone() -> None:
+    CERTAINTY.reset()
+    x, y = random_numbers((4,), "x", 0), random_numbers((4,), "y", 0)
+    product = x * x * x
+    quotient: torch.Tensor = (product / (y * y)).sum()
+    # x^3 / y^2 summed over four elements: the common denominator has degree 8, a term's numerator 3 + 6, which 3 + 1 + 8 bounds.
+    assert CERTAINTY.wrong_point_probability(degree_of(product)) == 3 * LARGEST_WEIGHT
+    assert CERTAINTY.wrong_point_probability(degree_of(quotient)) == 12 * LARGEST_WEIGHT
+
+
+def test_divisors_within_divisors_count_as_often_as_they_occur() -> None:
+    CERTAINTY.reset()
+    x, y = random_numbers((2,), "x", 0), random_numbers((2,), "y", 0)
+    nested = x / (1.0 + x / y)
+    # Two elements y within two elements 1 + x / y of degree 2: x (1 + x / y)^-1, times both sums, times every y as often as it occurs.
+    assert CERTAINTY.wrong_point_probability(degree_of(nested)) == (2 + 2 * 2 + 2 * 2) * LARGEST_WEIGHT
+
+
+def test_the_reciprocal_of_a_reciprocal_is_the_number() -> None:
+    CERTAINTY.reset()
+    x = random_numbers((3,), "x", 0)
+    inverse = (x * x).rsqrt()
+    variance = inverse.square().reciprocal()
+    assert torch.equal(variance.a, (x * x).a)
+    assert degree_of(variance).total == 2
+    assert not degree_of(variance).reciprocals
+
+
+def test_parts_of_a_joined_tensor_have_their_own_degrees() -> None:
+    CERTAINTY.reset()
+    x = random_numbers((3,), "x", 0)
+    with FieldMode():  # type: ignore[no-untyped-call]
+        whole = torch.empty(2, 1, 3, dtype=torch.float64)
+        whole.view(-1).copy_(torch.cat([torch.stack((x, x * x * x)).reshape(-1)]))
+        first, second = whole
+    assert degree_of(whole).total == 3
+    assert degree_of(first) == LINEAR
+    assert degree_of(second) == Degree(3)
+    assert degree_of(whole * 2.0).total == 3
+    sum_of_both = whole + whole.flip(0)
+    assert degree_of(sum_of_both[0]).total == 3  # new numbers, whose own degrees nobody knows
+
+
+def test_buffers_of_a_trial_stay_fake() -> None:
+    with FieldMode(), FakeTensorMode():  # type: ignore[no-untyped-call]
+        assert isinstance(torch.empty(2, dtype=torch.float64), FakeTensor)

@@ -1,0 +1,167 @@
+"""Rules of operators in a finite field, against torch's own results on whole numbers, which float64 computes exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from shardwise.run.prove import prove as _  # noqa: F401 - registers the rules
+from shardwise.run.prove import rules
+from shardwise.run.prove.field_tensor import (
+    FieldMode,
+    FieldTensor,
+    NotProvable,
+    have_equal_numbers,
+    hidden_or_none,
+    lift_constants,
+    random_numbers,
+    zeros_of,
+)
+from shardwise.run.prove.finite_field import P, constant_of
+
+WINDOWS: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
+    "max_pool2d": ((2, 3, 7, 5), partial(functional.max_pool2d, kernel_size=3, stride=2, padding=1)),
+    "max_pool1d": ((2, 3, 7), partial(functional.max_pool1d, kernel_size=2)),
+    "max_pool3d": ((1, 2, 4, 5, 4), partial(functional.max_pool3d, kernel_size=2, stride=1, padding=1)),
+    "avg_pool1d": ((2, 3, 7), partial(functional.avg_pool1d, kernel_size=3, stride=2, padding=1)),
+    "avg_pool2d": ((2, 3, 7, 6), partial(functional.avg_pool2d, kernel_size=3, stride=2, padding=1)),
+    "avg_pool2d of what is there": ((2, 3, 7, 6), partial(functional.avg_pool2d, kernel_size=3, padding=1, count_include_pad=False)),
+    "avg_pool3d": ((1, 2, 4, 5, 4), partial(functional.avg_pool3d, kernel_size=2, ceil_mode=True)),
+    "adaptive_avg_pool1d": ((2, 3, 7), partial(functional.adaptive_avg_pool1d, output_size=3)),
+    "adaptive_avg_pool2d": ((2, 3, 7, 5), partial(functional.adaptive_avg_pool2d, output_size=(3, 2))),
+    "adaptive_avg_pool3d": ((1, 2, 4, 5, 4), partial(functional.adaptive_avg_pool3d, output_size=3)),
+    "conv1d": ((2, 4, 7), lambda x: functional.conv1d(x, x[:, :2, :3], stride=2, padding=1, groups=2)),
+    "conv2d": ((3, 2, 7, 5), lambda x: functional.conv2d(x, x[:, :, :3, :2], x[0, 0, 0, :3], padding=1, dilation=2)),
+    "transposed conv2d": ((4, 4, 3, 5), lambda x: functional.conv_transpose2d(x, x[:, :2, :2, :3], stride=2, groups=2)),
+    "conv3d": ((1, 3, 4, 5, 4), lambda x: functional.conv3d(x, x[:, :, :2, :2, :3])),
+    "masked_scatter": ((3, 4), lambda x: (x * 2).masked_scatter(torch.eye(3, 4, dtype=torch.bool), x)),
+    "upsample": ((1, 2, 3, 4), partial(functional.interpolate, scale_factor=2, mode="nearest")),
+    "one of all": ((2, 4, 1, 5), partial(functional.adaptive_avg_pool2d, output_size=1)),
+    "linear": ((1, 2, 5), partial(functional.interpolate, scale_factor=2, mode="linear")),
+    "bilinear": ((1, 2, 3, 4), partial(functional.interpolate, size=(5, 2), mode="bilinear", align_corners=True)),
+    "bicubic": ((1, 2, 4, 4), partial(functional.interpolate, scale_factor=(2.0, 0.5), mode="bicubic")),
+    "trilinear": ((1, 1, 2, 3, 2), partial(functional.interpolate, scale_factor=2, mode="trilinear")),
+    "reflect": ((1, 2, 5, 4), partial(functional.pad, pad=(1, 2, 2, 1), mode="reflect")),
+    "replicate": ((1, 2, 5), partial(functional.pad, pad=(1, 2), mode="replicate")),
+}
+
+
+def values_and_gradient(f: Callable[[Any], Any], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a function's values, and the gradient of their sum weighted by 1, 2, ..."""
+    x = x.detach().requires_grad_()
+    y = f(x)
+    weights = torch.arange(1, y.numel() + 1).reshape(y.shape)
+    (y * weights).sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_equal_torch_on_whole_numbers(name: str) -> None:
+    shape, f = WINDOWS[name]
+    x = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(0)).double()
+    with FieldMode():  # type: ignore[no-untyped-call]
+        values, gradient = values_and_gradient(f, lift_constants(x.clone()))
+    expected_values, expected_gradient = values_and_gradient(f, x)
+    assert have_equal_numbers(lift_constants(values), lift_constants(expected_values))
+    assert have_equal_numbers(lift_constants(gradient), lift_constants(expected_gradient))
+    assert not have_equal_numbers(lift_constants(values), lift_constants(expected_values * (1 + 1e-15)))
+
+
+def test_exponents_do_not_depend_on_how_a_sum_is_split() -> None:
+    x, y = random_numbers((4, 8), "x", 0), random_numbers((8, 3), "y", 0)
+    whole: Any = (x @ y).exp()
+    split: Any = x[:, :3] @ y[:3] + (x[:, 3:] * 2 @ y[3:]) / 2
+    assert have_equal_numbers(whole, split.exp())
+    assert not have_equal_numbers(whole, (split * (1 + 1e-15)).exp())
+
+
+def test_softmax_does_not_depend_on_a_shift() -> None:
+    """A mask of ones that is added to scores, as a traced model may have where the eager one has no mask, changes nothing."""
+    x: Any = random_numbers((3, 8), "x", 0) * 2 + random_numbers((3, 8), "y", 0)
+    ones: Any = lift_constants(torch.ones(3, 8, dtype=torch.bool))
+    assert have_equal_numbers(x.softmax(-1), (x + ones).softmax(-1))
+    assert have_equal_numbers(x.log_softmax(-1), (x - 3).log_softmax(-1))
+    ones.a[0, 0] = 0
+    assert not have_equal_numbers(x.softmax(-1), (x + ones).softmax(-1))
+
+
+def test_softmax_can_be_merged_from_blocks() -> None:
+    """As attention over a ring does: each block relative to its own largest value and sum."""
+    x: Any = random_numbers((3, 8), "x", 0)
+    blocks = x[:, :5], x[:, 5:]
+    log_sums: list[Any] = [part.amax(1, True) + (part - part.amax(1, True)).exp().sum(1, True).log() for part in blocks]
+    largest = torch.maximum(*log_sums)
+    total = sum((log_sum - largest).exp() for log_sum in log_sums)
+    merged = torch.cat([(part - s).exp() * (s - largest).exp() / total for part, s in zip(blocks, log_sums, strict=True)], 1)
+    assert have_equal_numbers(merged, x.softmax(1))
+    wrong = torch.cat([(part - s).exp() / total for part, s in zip(blocks, log_sums, strict=True)], 1)
+    assert not have_equal_numbers(wrong, x.softmax(1))
+
+
+def test_exponents_of_their_own_pass_buffers_and_views() -> None:
+    x: Any = random_numbers((4,), "x", 0)
+    with FieldMode():  # type: ignore[no-untyped-call]
+        buffer: Any = torch.zeros(2, 4, dtype=torch.float64)
+    buffer.view(-1)[4:].copy_(x.exp().sum().log())
+    assert have_equal_numbers((x - buffer[1]).exp(), x.softmax(0))
+    buffer.copy_(x)
+    assert not buffer.has_own_exponents
+
+
+def test_a_row_that_sees_nothing_is_zero() -> None:
+    q, k, v = (random_numbers((1, 1, 3, 4), name, 0) for name in "qkv")
+    mask = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+    out: Any = functional.scaled_dot_product_attention(q, k, v, mask)
+    assert isinstance(out, FieldTensor)
+    assert not out.a[..., 1, :].any()
+    assert out.a[..., (0, 2), :].all()
+
+
+@pytest.mark.parametrize("n", [3, 4096, 100_003, 3_000_000])
+def test_constants_of_means_are_exact(n: int) -> None:
+    assert constant_of(2 / n) * n % P == 2
+    assert constant_of((2 / n) * (1 + 1e-15)) * n % P != 2
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 20])
+def test_a_root_of_a_root_squares_to_the_root(n: int) -> None:
+    assert constant_of(n**-0.25) ** 2 % P == constant_of(n**-0.5)
+    assert constant_of(n**-0.5) ** 2 * n % P == 1
+    assert constant_of(n**-0.25 * (1 + 2e-15)) ** 2 % P != constant_of(n**-0.5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_is_hidden_lies_where_its_numbers_lie(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minus infinity that is written into a view of a buffer, as a stage receives it, is read from the buffer; twin: views of their own."""
+    if not shared:
+        monkeypatch.setattr(rules, "view_of", lambda x, numbers: FieldTensor(numbers, degree=x.degree))
+    buffer = zeros_of((2, 3))
+    buffer.view(-1).detach()[1:].copy_(lift_constants(torch.tensor([-torch.inf, 2.0, 3.0, -torch.inf, 4.0])))
+    expected = torch.tensor([[False, True, False], [False, True, False]])
+    assert torch.equal(hidden_or_none(buffer), expected) is shared
+    assert torch.equal(hidden_or_none(buffer.t()[1]), expected[:, 1]) is shared
+    assert buffer.a.tolist() == [[0, 0, 2], [3, 0, 4]]
+
+
+def test_a_number_as_a_truth_value_is_whether_it_is_not_zero() -> None:
+    """Masks of experts are numbers first (DeepSeek-V3); to a whole number a computed one is not rounded."""
+    values = torch.tensor([0.0, 3.0, -2.0, 0.5, -torch.inf])
+    numbers = lift_constants(values)
+    assert numbers.bool().tolist() == values.bool().tolist() == [False, True, True, True, True]
+    with pytest.raises(NotProvable, match="rounded to a whole one"):
+        numbers.long()
+
+
+def test_another_number_in_a_mask_is_told() -> None:
+    """A broken twin: a number that hides nothing in exact arithmetic, half in one place."""
+    serial, parallel = (lift_constants(torch.tensor([0.0, least])) for least in (-1e30, -1e30 / 2))
+    assert not have_equal_numbers(serial, parallel)
+    least = [lift_constants(torch.tensor([0.0, torch.finfo(dtype).min])) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    assert all(have_equal_numbers(each, lift_constants(torch.tensor([0.0, -torch.inf]))) for each in least)
