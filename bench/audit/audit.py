@@ -1,7 +1,8 @@
 """`scripts/bench audit`: audits of right and wrong training scripts of many frameworks, each with the verdict that it should get.
 
-`--repeats N`: every right script N times with other weights and samples; none may be called wrong. Scripts run in forks of one process
-that has imported torch. A framework that is not installed is named and left out.
+`--repeats N`: every right script N times with other weights and samples, all of them once before any of them again; none may be called
+wrong. `--minutes M` begins no further run after that time, and the table says how many there were. Scripts run in forks of one process that
+has imported torch. A framework that is not installed is named and left out.
 """
 
 from __future__ import annotations
@@ -70,30 +71,34 @@ def judge_case(case: AuditCase, result: AuditResult) -> str:
     return f"does not say {', '.join(map(repr, absent))}: {text}" if absent else ""
 
 
-def run_case(auditor: CaseAuditor, case: AuditCase, repeats: int) -> dict[str, Any]:
-    """Audit a case; returns a row of the table."""
+def start_row(case: AuditCase) -> dict[str, Any]:
+    """Return a case's row of the table before any run."""
     row: dict[str, Any] = {"name": case.name, "script": f"{case.script} {case.parallel}".strip(), "expected": case.verdict}
     if case.needs and importlib.util.find_spec(case.needs) is None:
-        return {**row, "skipped": f"{case.needs} is not installed"}
-    began, wrong = time.perf_counter(), []
-    result = AuditResult()
-    for seed in range(repeats):
-        try:
-            result = auditor.audit(case, seed)
-        except RunError as error:
-            wrong.append(f"seed {seed}: {error}")
-            continue
+        row["skipped"] = f"{case.needs} is not installed"
+    return {**row, "runs": 0, "wrong": [], "seconds": 0.0}
+
+
+def add_run(auditor: CaseAuditor, case: AuditCase, row: dict[str, Any], seed: int) -> None:
+    """Audit a case with a seed, and add what it says to the row."""
+    began, complaint = time.perf_counter(), ""
+    try:
+        result = auditor.audit(case, seed)
         complaint = judge_case(case, result)
-        wrong += [f"seed {seed}: {complaint}"] if complaint else []
-        if seed == 0:
-            first = result.differences[0].text if result.differences else ""
-            row |= {"verdict": result.verdict, "text": first, "noise": result.noise.gradients, "accepted": result.noise.largest_accepted}
-    return {**row, "runs": repeats, "wrong": wrong, "seconds": round(time.perf_counter() - began, 1)}
+        first = result.differences[0].text if result.differences else ""
+        row.setdefault("verdict", result.verdict)
+        row.setdefault("text", first)
+        row["noise"] = max(row.get("noise", 0.0), result.noise.gradients)
+        row["accepted"] = max(row.get("accepted", 0.0), result.noise.largest_accepted)
+    except RunError as error:
+        complaint = str(error)
+    row["wrong"] += [f"seed {seed}: {complaint}"] if complaint else []
+    row |= {"runs": row["runs"] + 1, "seconds": round(row["seconds"] + time.perf_counter() - began, 1)}
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of the page: right scripts with their runs, wrong ones with their diagnosis."""
-    lines = ["| right script | runs | called wrong | usual noise | largest accepted difference |", "|---|---|---|---|---|"]
+    lines = ["| right script | runs | called wrong | most noise | largest accepted difference |", "|---|---|---|---|---|"]
     right = [row for row in rows if row["expected"] == "equal"]
     for row in right:
         figures = f"{row['runs']} | {len(row['wrong'])} | {row['noise']:.1g} | {row['accepted']:.1g}" if "noise" in row else "not run | | |"
@@ -107,10 +112,23 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table(rows: Sequence[dict[str, Any]], page: Path) -> None:
-    """Replace the table of a page, which stands between two marks."""
+def table_of_costs(figures: Sequence[dict[str, Any]]) -> str:
+    """Return what the recorder costs on one rank, by the width of the model."""
+    lines = ["| hidden | parameters | CPU, plain | CPU, recorded | memory, plain | memory, recorded | record | comparison, CPU |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for row in figures:
+        plain, recorded, record = (row[key] / 2**20 for key in ("plain_peak_bytes", "recorded_peak_bytes", "record_bytes"))
+        cpu = f"{row['plain_cpu_s']:.1f} s | {row['recorded_cpu_s']:.1f} s"
+        memory = f"{plain:.0f} MiB | {recorded:.0f} MiB | {record:.0f} MiB"
+        lines.append(f"| {row['width']} | {row['parameters'] / 1e6:.1f} M | {cpu} | {memory} | {row['comparison_cpu_s']:.1f} s |")
+    return "\n".join(lines) + "\n"
+
+
+def write_tables(rows: Sequence[dict[str, Any]], costs: Sequence[dict[str, Any]], page: Path) -> None:
+    """Replace the tables of a page, which stand between two marks."""
     head, _, rest = page.read_text().partition(f"{MARK}\n")
-    page.write_text(f"{head}{MARK}\n\n{table_of(rows)}\n{MARK}{rest.partition(MARK)[2]}")
+    tables = table_of(rows) + (f"\n{table_of_costs(costs)}" if costs else "")
+    page.write_text(f"{head}{MARK}\n\n{tables}\n{MARK}{rest.partition(MARK)[2]}")
 
 
 def measure_overhead(width: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -125,6 +143,7 @@ def measure_overhead(width: int, steps: int, folder: Path) -> dict[str, Any]:
         if status:
             raise RunError(f"{command}: ended with status {status}")
         figures |= {f"{name}_cpu_s": used.ru_utime + used.ru_stime, f"{name}_peak_bytes": used.ru_maxrss * 1024}
+    figures["parameters"] = sum(shard.tensor.numel() for shard in read_pages(folder)[0][0].weights.values() if shard is not None)
     figures["record_bytes"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     began = time.process_time()
     record = read_pages(folder)
@@ -133,41 +152,55 @@ def measure_overhead(width: int, steps: int, folder: Path) -> dict[str, Any]:
     return figures
 
 
+def audit_cases(cases: Sequence[AuditCase], repeats: int, minutes: float, file: Path | None) -> list[dict[str, Any]]:
+    """Audit the cases, right ones several times, and print each run; returns the rows of the table."""
+    rows = [start_row(case) for case in cases]
+    began = time.monotonic()
+    preload_modules()
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        auditor = CaseAuditor(Path(folder), AuditOptions())
+        for seed in range(repeats):
+            for case, row in zip(cases, rows, strict=True):
+                is_late = seed and minutes and time.monotonic() - began > 60 * minutes
+                if is_late or "skipped" in row or (seed and case.verdict != "equal"):
+                    continue
+                known = len(row["wrong"])
+                add_run(auditor, case, row, seed)
+                state = "WRONG" if len(row["wrong"]) > known else "ok"
+                print(
+                    f"{state:6} {seed:2} {case.name}: {row.get('verdict', '')} {'' if seed else row.get('text', '')}".rstrip(), flush=True
+                )
+                for complaint in row["wrong"][known:]:
+                    print(f"         {complaint}", flush=True)
+                if file:
+                    file.write_text(json.dumps(rows, indent=1) + "\n")
+            auditor.forget_serial()
+    return rows
+
+
 def main(arguments: Sequence[str]) -> int:
     """Audit all cases and print a row of each."""
     parser = argparse.ArgumentParser(prog="scripts/bench audit", description=__doc__)
     parser.add_argument("--repeats", type=int, default=1, help="runs of each right script, with other weights and samples each")
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no further repeat after that many minutes")
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name or script has one of these words")
     parser.add_argument(
-        "--overhead", type=int, metavar="WIDTH", help="measure the recorder on a GPT of two layers of this width, and no case"
+        "--overhead", type=int, nargs="*", default=[], metavar="WIDTH", help="measure the recorder on a GPT of these widths"
     )
-    parser.add_argument("--page", type=Path, help="write the table into this page, docs/audit.md")
+    parser.add_argument("--page", type=Path, help="write the tables into this page, docs/audit.md")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     options = parser.parse_args(arguments)
-    if options.overhead:
+    costs = []
+    for width in options.overhead:
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-            print(json.dumps(measure_overhead(options.overhead, 3, Path(folder)), indent=1))
-        return 0
-    rows = []
-    preload_modules()
-    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
-        auditor = CaseAuditor(Path(folder), AuditOptions())
-        for case in (*RIGHT, *WRONG):
-            if not any(word in f"{case.name} {case.script} {case.parallel}" for word in options.only):
-                continue
-            row = run_case(auditor, case, options.repeats if case.verdict == "equal" else 1)
-            rows.append(row)
-            state = row.get("skipped") or ("WRONG" if row["wrong"] else "ok")
-            print(f"{state:8} {case.name}: {row.get('verdict', '')} {row.get('text', '')}".rstrip(), flush=True)
-            for complaint in row.get("wrong", ()):
-                print(f"         {complaint}", flush=True)
-            if options.repeats > 1:
-                auditor.forget_serial()
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            costs.append(measure_overhead(width, 3, Path(folder)))
+        print(json.dumps(costs[-1]), flush=True)
+    cases = [c for c in (*RIGHT, *WRONG) if any(word in f"{c.name} {c.script} {c.parallel}" for word in options.only)]
+    rows = audit_cases(cases, options.repeats, options.minutes, options.json)
     if options.page:
-        write_table(rows, options.page)
+        write_tables(rows, costs, options.page)
     ran = [row for row in rows if "skipped" not in row]
     bad = sum(bool(row["wrong"]) for row in ran)
-    print(f"{len(ran) - bad} of {len(ran)} scripts diagnosed rightly, {len(rows) - len(ran)} left out")
+    runs, absent = sum(row["runs"] for row in ran), len(rows) - len(ran)
+    print(f"{len(ran) - bad} of {len(ran)} scripts diagnosed rightly in {runs} runs, {absent} left out")
     return 1 if bad else 0

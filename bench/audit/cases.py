@@ -104,5 +104,11 @@ WRONG = (
     _wrong("micro-batches of a pipeline not averaged", "pipeline.py --bug scale", "factor", "4.0000 x", "micro-batches", parallel=""),
     _wrong("a tied embedding not reduced", "pipeline.py --tied 1 --bug tied", "not reduced", "tied", parallel=""),
     _wrong("gradients scaled under autocast", "awkward.py --case amp --bug amp", "factor", "1.5"),
+    _wrong("a parameter left out of one rank's optimizer", "ddp.py --bug left_out", "optimizer", "head.weight on rank 1 only", "left out"),
+    _wrong("a buffer kept by one rank", "ddp.py --bug stale", "statistics", "first mean", "rank 1 only"),
+    _wrong("gradients reduced in 16 bits", "ddp.py --bug half", "gradients", "bfloat16"),
+    _wrong("another decay of Adam's averages", "ddp.py --bug betas", "optimizer", "betas"),
+    _wrong("another loss", "ddp.py --bug smoothing", "gradients", "it is the loss"),
+    _wrong("dropout masks differ on replicas", "by_hand.py --dropout 0.1 --bug replicas", "dropout", "replicas drift apart", parallel=""),
     _wrong("learning rate in shardwise's loop", "shardwise_loop.py --bug lr", "optimizer", "2.0000 x", parallel='--layout "data=2 zero=3"'),
 )

@@ -41,7 +41,7 @@ class ShardedBlock(Block):
         h = Gather.apply(self.ln1(x))
         x = x + Scatter.apply(self.attn(h)) + self.attn_bias
         h = Gather.apply(self.ln2(x))
-        h = self.down(self.drop(F.gelu(self.up(h))))
+        h = self.down(self.drop(F.gelu(self.up(h)))) if a.bug != "replicas" else self.down(F.gelu(self.up(self.drop(h))))
         if a.bug == "bias":  # added by every rank, before the sum
             return x + Scatter.apply(h + self.down_bias)
         return x + Scatter.apply(h) + self.down_bias
@@ -50,7 +50,9 @@ class ShardedBlock(Block):
 class SerialBlock(Block):
     def forward(self, x):
         x = x + self.attn(self.ln1(x)) + self.attn_bias
-        return x + self.down(self.drop(F.gelu(self.up(self.ln2(x))))) + self.down_bias
+        h = self.ln2(x)
+        h = self.down(self.drop(F.gelu(self.up(h)))) if a.bug != "replicas" else self.down(F.gelu(self.up(self.drop(h))))
+        return x + h + self.down_bias
 
 
 torch.manual_seed(a.seed)

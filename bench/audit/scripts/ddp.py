@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from common import GPT, VOCAB, Block, arguments, loss_fn, samples, world
+from common import DIM, GPT, VOCAB, Block, arguments, loss_fn, samples, world
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +14,7 @@ a = arguments(accum=1, compile=0, fsdp1=0, rows=64, bn=0, tied=0, dropout=0.0, z
 rank, size = world()
 torch.manual_seed(a.seed + (rank if a.bug == "seed" else 0))
 UNEVEN = ("tokens", "tokens_fixed", "accum_tokens")
+BY_HAND = ("seed", "sum", "zero_broadcast", "by_hand", "clip_first", "left_out", "stale", "half")  # gradients are reduced by the script
 
 
 class Net(nn.Module):
@@ -32,9 +33,22 @@ def wrap(model):
 
         policy = ModuleWrapPolicy({Block})
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=a.fsdp1 == 2, auto_wrap_policy=policy)
-    if a.bug in ("nowrap", "seed", "sum", "zero_broadcast", "by_hand", "clip_first"):
+    if a.bug in ("nowrap", *BY_HAND):
         return model
     return DistributedDataParallel(model, find_unused_parameters=a.bug == "outside")
+
+
+class Tracked(GPT):
+    """With a running mean of a weight, which every rank must keep alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x):
+        if a.bug != "stale" or rank == 0:
+            self.mean.lerp_(self.emb.weight.detach().mean(0), 0.1)
+        return super().forward(x)
 
 
 if a.bn:
@@ -43,7 +57,7 @@ if a.bn:
     model = Net()
     model.norm.momentum = 0.3 if a.bug == "momentum" and size > 1 else 0.1
 else:
-    model = GPT(tied=bool(a.tied), dropout=a.dropout)
+    model = Tracked() if a.bug == "stale" else GPT(tied=bool(a.tied), dropout=a.dropout)
     x, y = samples(a, a.rows, uneven=a.bug in UNEVEN)
 head = nn.Linear(VOCAB, VOCAB) if a.bug == "outside" else nn.Identity()  # a layer that is not in the wrapped module
 plain, params = model, [*model.parameters(), *head.parameters()]
@@ -58,7 +72,9 @@ if a.zero and size > 1:
     opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=lr, weight_decay=decay)
 else:
     own = params[rank::2] if a.bug == "zero_broadcast" and size > 1 else params
-    opt = torch.optim.AdamW(own, lr=lr, weight_decay=decay)
+    own = params[:-1] if a.bug == "left_out" and rank == 1 else own
+    betas = (0.9, 0.95) if a.bug == "betas" and size > 1 else (0.9, 0.999)
+    opt = torch.optim.AdamW(own, lr=lr, weight_decay=decay, betas=betas)
 schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5) if a.bug == "schedule" else None
 sampler = DistributedSampler(range(len(x)), size, 0 if a.bug == "samedata" else rank, seed=3)
 if a.bug == "momentum":  # every rank reads the whole batch
@@ -74,12 +90,16 @@ def micro_loss(xm, ym, ys):
         return F.cross_entropy(model(xm).flatten(0, 1), ym.flatten(), ignore_index=-100, reduction="sum") * size / count
     if a.bug == "targets" and rank == 1:
         ym = (ym + 1) % VOCAB
+    if a.bug == "smoothing" and size > 1:
+        return F.cross_entropy(head(model(xm)).flatten(0, 1), ym.flatten(), label_smoothing=0.1)
     return loss_fn(head(model(xm)), ym) / (1 if a.bug == "accum" and size > 1 else a.accum)
 
 
 def reduce_by_hand():
     for p in params:
-        torch.distributed.all_reduce(p.grad)
+        sums = p.grad.bfloat16() if a.bug == "half" else p.grad
+        torch.distributed.all_reduce(sums)
+        p.grad = sums.float()
         p.grad /= 1 if a.bug == "sum" else size
 
 
@@ -95,7 +115,7 @@ for epoch in range(100):
                 micro_loss(xm, ym, ys).backward()
         if a.bug == "clip_first" and size > 1:
             torch.nn.utils.clip_grad_norm_(params, 0.1)
-        if size > 1 and a.bug in ("seed", "sum", "zero_broadcast", "by_hand", "clip_first"):
+        if size > 1 and a.bug in BY_HAND:
             reduce_by_hand()
         if a.clip and not (a.bug == "clip_first" and size > 1):
             torch.nn.utils.clip_grad_norm_(params, a.clip)

@@ -142,6 +142,8 @@ class RunComparison:
             if what != "gradients":  # a weight is rounded when it is stored
                 stored = self._stored(what, name, step)
                 tolerance = max(tolerance, 2 * self.unit * float(stored.norm()) / max(float(x.norm()), 1e-300))
+            if what == "updates":
+                tolerance = max(tolerance, self._noise_through_gradient(name, step, x))
             ignored += tolerance > _DEAF
             if name in shards:
                 verdicts[name] = verdict = judge_tensor(shards[name], x, tolerance)
@@ -157,6 +159,19 @@ class RunComparison:
     def _noise_of(self, what: str, name: str, step: int, serial: Tensor) -> float:
         values = (self._serial_value(pages, what, name, step) for pages in self.perturbed)
         return max((relative_difference(x, serial) for x in values if x is not None), default=0.0)
+
+    def _noise_through_gradient(self, name: str, step: int, update: Tensor) -> float:
+        """Return what the noise of a gradient may change of the update: an optimizer that divides by the size of each element, as Adam,
+        moves an element whose gradient is nothing but noise as far as any other, to either side. A few of these are the
+        whole difference of a tensor, and two perturbed runs seldom show the largest. Of an optimizer that does not divide it is the
+        tolerance of the gradient."""
+        gradient = self._serial_value(self.serial, "gradients", name, step)
+        if gradient is None or gradient.numel() != update.numel():
+            return 0.0
+        noise = max(self._noise_of("gradients", name, step, gradient), 2 * self.unit)
+        usual = noise * float(gradient.norm()) / max(1, gradient.numel()) ** 0.5
+        share = (_NOISE_FACTOR * usual / gradient.abs().clamp(min=1e-300)).clamp(max=2.0)
+        return float((share * update).norm()) / max(float(update.norm()), 1e-300)
 
     def _serial_names(self, what: str, step: int) -> list[str]:
         if what == "buffers":
@@ -225,6 +240,9 @@ def compare_records(serial: Pages, perturbed: list[Pages], ranks: Pages) -> Audi
     if any(p.coarsest != first[0].coarsest for p in (pages[0] for pages in ranks.values())):
         coarsest = sorted({pages[0].coarsest for pages in ranks.values()})
         result.notes.append(f"the coarsest type of the serial run is {first[0].coarsest}, of the parallel run {', '.join(coarsest)}")
+    shards = [shard for page in first[: comparison.num_steps] for shard in page.gradients.values() if shard is not None]
+    if shards and not any(shard.tensor.any() for shard in shards):
+        result.notes.append("all gradients of the serial run are 0: nothing is trained, so that equal runs say little")
     comparison.check_start()
     for step in range(comparison.num_steps):
         if result.equal:

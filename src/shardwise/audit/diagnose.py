@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
+
 from shardwise.audit.difference import RunDifference
 from shardwise.audit.match import GatheredShard, ParameterMatch
 from shardwise.audit.pages import Pages, RecordedPage
@@ -76,7 +78,10 @@ def name_difference(what: str, evidence: Evidence) -> RunDifference | None:
         text = (
             f"gradients and weights agree, but {len(evidence.wrong)} of {len(evidence.verdicts)} buffers change differently, first {first}"
         )
-        return evidence.report("statistics", f"{text} ({verdict.text}): statistics of each rank's own samples, or other settings?")
+        reason = "statistics of each rank's own samples, or other settings"
+        if 0 < len(verdict.ranks) < len(evidence.ranks):
+            reason = f"wrong on rank {', '.join(map(str, verdict.ranks))} only, which does not update it"
+        return evidence.report("statistics", f"{text} ({verdict.text}): {reason}?")
     for rule in _GRADIENT_RULES:
         difference = rule(evidence)
         if difference is not None:
@@ -92,7 +97,8 @@ def _has_factor(evidence: Evidence) -> RunDifference | None:
     if len(names) != len(wrong):
         return None
     factors = [wrong[n].factor for n in names]
-    if max(factors) - min(factors) > _CLOSE * max(map(abs, factors)):
+    limit = max(_CLOSE, _OUTPUT_NOISE * median(_noise_between(evidence, n) for n in names))
+    if max(factors) - min(factors) > limit * max(map(abs, factors)):
         return None
     c = median(factors)
     micro = {len(getattr(p, what)) for p in evidence.pages.values() for what in ("inputs", "targets", "losses")} - {0, 1}
@@ -222,6 +228,18 @@ def _first_output(evidence: Evidence) -> tuple[str, str, float] | None:
     return None
 
 
+def _find_coarse_values(evidence: Evidence) -> str:
+    """Say that all wrong gradients are values of a 16-bit type, where the serial ones are not; empty otherwise."""
+    gathered = evidence.match.gather(evidence.ranks, evidence.step, "gradients")
+    values = [shard.values for name in evidence.wrong for shard in gathered.get(name, ())]
+    for dtype in (torch.bfloat16, torch.float16):
+        serial = [evidence.serial[evidence.step].gradients[name] for name in evidence.wrong]
+        is_own = all(x is not None and bool((x.tensor.to(dtype) == x.tensor).all()) for x in serial)
+        if values and not is_own and all(bool((x.to(dtype).to(x.dtype) == x).all()) for x in values):
+            return f"; every value of them is one of {str(dtype).removeprefix('torch.')}: reduced in 16 bits?"
+    return ""
+
+
 def _locate_gradient(evidence: Evidence) -> RunDifference:
     """Locate gradients that no rule explains: the first output that differs, or the last parameter whose gradient does."""
     wrong, output = evidence.wrong, _first_output(evidence)
@@ -232,6 +250,7 @@ def _locate_gradient(evidence: Evidence) -> RunDifference:
     else:
         text += "all outputs agree, so it is the loss, its targets, the backward pass or the reduction; "
         text += f"the last wrong one in forward order is {last}"
+        text += _find_coarse_values(evidence)
     text += f"; first {first} ({wrong[first].kind}: {wrong[first].text})"
     ranks = {rank for v in wrong.values() for rank in v.ranks}
     if 0 < len(ranks) < len(evidence.ranks):
@@ -282,7 +301,7 @@ def _ranks_that_do_not_move(evidence: Evidence) -> set[int]:
 
 
 def _stale_updates(evidence: Evidence) -> str:
-    """Say which ranks keep weights that others update: an optimizer whose state is sharded, without its broadcast."""
+    """Say which ranks keep weights that others update: left out of an optimizer, or of the broadcast of one whose state is sharded."""
     before, after = (evidence.match.gather(evidence.ranks, step, "weights") for step in (evidence.step, evidence.step + 1))
     still: dict[int, list[str]] = {}
     for name in evidence.wrong:
@@ -290,7 +309,7 @@ def _stale_updates(evidence: Evidence) -> str:
             if bool((a.values == b.values).all()):
                 still.setdefault(a.rank, []).append(name)
     listed = [f"{len(names)} do not move on rank {rank} (first {names[0]})" for rank, names in sorted(still.items())]
-    return f"{', '.join(listed)}: not broadcast after the optimizer's step?" if listed else ""
+    return f"{', '.join(listed)}: left out of the optimizer, or not broadcast after its step?" if listed else ""
 
 
 def _different_settings(evidence: Evidence) -> str:

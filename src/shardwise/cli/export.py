@@ -64,7 +64,7 @@ def show_export(
     with out.working(f"pricing {plan.model} for {framework.title}"):
         request = request_of_plan(plan, setting)
         exported = export_layout(framework, request)
-        priced = with_stack(setting, framework).price(exported.layout, plan, framework.title)
+        priced = with_stack(setting, framework, exported.layout).price(exported.layout, plan, framework.title)
     files = _write_files(exported, out, target)
     own = setting.price(plan.layout, plan, "the plan as it is")
     lost = _lost_records(exported, plan, setting, own)
@@ -84,11 +84,10 @@ def show_export(
     }
 
 
-def with_stack(setting: PricingContext, framework: Framework) -> PricingContext:
-    """Return the context with the framework's efficiency set, where one is known for the device and none is chosen."""
+def with_stack(setting: PricingContext, framework: Framework, layout: Layout) -> PricingContext:
+    """Return the context with the framework's efficiency set for a layout, where one is known for the device and none is chosen."""
     cluster = setting.cluster
-    device = cluster.device.name
-    stack = next((stack for start, stack in framework.stacks.items() if device.startswith(start)), "")
+    stack = framework.stack_of(cluster.device.name, layout)
     if cluster.stack or not stack or cluster.parts or cluster.speeds:
         return setting
     return setting.with_changes(replace(cluster, stack=stack, name=f"{cluster.name}@{stack}"))

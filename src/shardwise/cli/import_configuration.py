@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,9 @@ def import_configuration(  # noqa: PLR0913
     recipe: Annotated[str, typer.Option("--recipe", metavar="NAME", help="Of a Python file with several recipes.")] = "",
     batch: options.Batch = None,
     sequence: options.Sequence = None,
+    search_seconds: Annotated[
+        float, typer.Option("--search-seconds", min=0.1, metavar="S", help="The best layout is sought so long.")
+    ] = 60.0,
     target: options.OutFile = None,
     as_json: options.Json = False,
 ) -> None:
@@ -66,7 +70,7 @@ def import_configuration(  # noqa: PLR0913
         _show_layout(imported, name, out)
         setting = _pricing_context(imported, name, machines, batch, sequence, out)
         if setting is not None:
-            record |= show_prices(imported, setting, out)
+            record |= show_prices(imported, setting, out, search_seconds)
             if target is not None:
                 write_plan(setting.plan(layout=imported.layout), target)
                 out.message(f"written to {target}")
@@ -157,19 +161,43 @@ def _pricing_context(
         setting = pricing_context_of_name(model, machines, size, sequence or imported.sequence or None)
     except ModelError as error:
         raise UsageError(f"the model {model} cannot be built here ({error}); give another name with --model") from None
-    return with_stack(setting, find_framework(imported.framework))
+    return with_stack(setting, find_framework(imported.framework), imported.layout)
 
 
-def show_prices(imported: ImportedConfiguration, setting: PricingContext, out: CommandOutput) -> dict[str, Any]:
+class _SearchStopped(BaseException):
+    """Raised by the clock; no handler of errors inside the search catches it."""
+
+
+def best_within(setting: PricingContext, seconds: float) -> PricedVariant:
+    """Return the search's choice, or a row without a prediction where it takes longer."""
+    from shardwise.cli.pricing_context import PricedVariant  # here: the command starts fast
+    from shardwise.plan.layout import Layout
+
+    def stop_search(number: int, frame: object) -> None:
+        raise _SearchStopped
+
+    name = "best for these machines"
+    before = signal.signal(signal.SIGALRM, stop_search)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return setting.best_variant(name)
+    except _SearchStopped:
+        return PricedVariant(name, setting, Layout(), None, f"not found in {seconds:g} s; --search-seconds N gives it more", False)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def show_prices(imported: ImportedConfiguration, setting: PricingContext, out: CommandOutput, seconds: float) -> dict[str, Any]:
     """Price the layout, the nearest that fits and the best, show them, and return the record."""
     from shardwise.cli.variants import variant_record, variants_table  # here: the command starts fast
 
     with out.working(f"pricing {setting.model}"):
-        base = setting.price(imported.layout, name="as imported")
+        base = setting.price(imported.run_layout, name="as imported")
         rows = [base]
         nearest = None if base.fits else nearest_fit(setting, imported)
         rows += [nearest] if nearest is not None else []
-        best = setting.best_variant("best for these machines")
+        best = best_within(setting, seconds)
         rows.append(best)
     prediction = base.prediction
     if prediction is None:
@@ -214,7 +242,7 @@ def nearest_fit(setting: PricingContext, imported: ImportedConfiguration) -> Pri
 
 
 def _price_changed(setting: PricingContext, imported: ImportedConfiguration, changes: dict[str, Any]) -> PricedVariant | None:
-    layout = imported.layout
+    layout = imported.run_layout
     if changes.get("microbatches") == "more":
         if imported.micro_batch == 1:
             return None

@@ -33,7 +33,20 @@ ALIASES = {
     "hf": "transformers", "trainer": "transformers", "torch": "pytorch", "fsdp2": "pytorch", "llama-factory": "transformers",
     "gpt-neox": "deepspeed", "pytorch-lightning": "lightning",
 }  # fmt: skip
-_SIBLINGS = (".csv", ".json")
+_MAPPINGS = (".yaml", ".yml", ".json", ".toml")
+
+
+# Keys that only one framework has, though others share the rest: name, weight, any of these keys.
+_STRONG_SIGNS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("megatron", 2, ("pipeline_model_parallel_size", "tensor_model_parallel_size", "use_megatron_fsdp")),
+    ("deepspeed", 4, ("pipe_parallel_size",)),
+    ("bridge", 8, ("train.micro_batch_size", "model.tensor_model_parallel_size", "trainer.strategy.tensor_model_parallel_size")),
+    ("transformers", 9, ("per_device_train_batch_size",)),
+    ("torchtitan", -99, ("parallelism.tp", "parallelism.dp")),
+    ("fms-fsdp", -99, ("distributed_type", "compute_environment", "fsdp_version", "fsdp_config")),
+    ("accelerate", 9, ("distributed_type", "compute_environment")),
+    ("axolotl", 12, ("base_model",)),
+)
 
 
 def find_framework(name: str) -> Framework:
@@ -49,20 +62,15 @@ def recognise_framework(keys: ConfigurationKeys) -> Framework:
     """Return the framework that has most of its signs among the keys. Raises UsageError where none has."""
     counts = {one.name: sum(bool(keys.find(sign)) for sign in one.signs) for one in FRAMEWORKS.values()}
     program = str(keys.values.get(".program", ""))
-    if counts["megatron"] and keys.has("pipeline_model_parallel_size", "tensor_model_parallel_size", "use_megatron_fsdp"):
-        counts["megatron"] += 2
-    if keys.has("pipe_parallel_size", "zero_optimization.stage"):
-        counts["deepspeed"] += 4
-    if keys.has("train.micro_batch_size", "model.tensor_model_parallel_size", "trainer.strategy.tensor_model_parallel_size"):
-        counts["bridge"] += 8
-    if keys.has("per_device_train_batch_size") and not counts["megatron"]:
-        counts["transformers"] += 9
+    for name, weight, signs in _STRONG_SIGNS:
+        if keys.has(*signs) and (name != "transformers" or not counts["megatron"]):
+            counts[name] += weight
     if "torchtitan" in program:
         counts["torchtitan"] += 3
-    if keys.has("parallelism.tp", "parallelism.dp"):
-        counts["torchtitan"] = 0
     best = max(counts, key=lambda name: counts[name])
-    if not counts[best]:
+    if counts[best] <= 0 and keys.has("global_batch_size", "micro_batch_size"):
+        best, counts["megatron"] = "megatron", 1  # its names, of a command with no other sign
+    if counts[best] <= 0:
         shown = ", ".join(list(keys.values)[:8])
         raise UsageError(f"no framework's keys are in it ({shown}); name it with --from, one of {', '.join(FRAMEWORKS)}")
     return FRAMEWORKS[best]
@@ -81,13 +89,13 @@ def read_keys(path: Path, recipe: str = "") -> ConfigurationKeys:
     values: dict[str, Any]
     if path.suffix == ".py":
         values = read_recipe(text, path, recipe)
-    elif path.suffix in (".toml", ".json", ".yaml", ".yml"):
+    elif path.suffix in _MAPPINGS:
         values = parse_mapping(text, path.name)
     elif path.suffix in (".sh", ".slurm", ".sbatch", ".bash") or text.startswith("#!"):
         values = _with_sbatch(read_script(text), text)
     else:
         values = read_script(text) if text.lstrip()[:1] not in "{[" else parse_mapping(text, "x.yaml")
-    return ConfigurationKeys(values, _read_siblings(path, values))
+    return _with_named_files(values, path.parent)
 
 
 def _with_sbatch(values: dict[str, Any], text: str) -> dict[str, Any]:
@@ -104,20 +112,10 @@ def _with_sbatch(values: dict[str, Any], text: str) -> dict[str, Any]:
     return values
 
 
-def _read_siblings(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the files beside a configuration that it names: tables of actions, and DeepSpeed's JSON."""
-    found: dict[str, Any] = {}
-    for value in values.values():
-        name = str(value)
-        if not isinstance(value, str) or not name.endswith(_SIBLINGS) or len(name) > 300:
-            continue
-        for folder in [path.parent, *path.absolute().parents]:
-            file = folder / name
-            if file.is_file():
-                text = file.read_text(encoding="utf-8", errors="replace")
-                found[name if name.endswith(".csv") else file.name] = text if name.endswith(".csv") else parse_mapping(text, file.name)
-                break
-    return found
+def _read_siblings(folder: Path, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of actions that a configuration names."""
+    names = [value for value in values.values() if isinstance(value, str) and value.endswith(".csv") and len(value) < 300]
+    return {name: file.read_text(encoding="utf-8", errors="replace") for name in names if (file := _find_beside(name, folder))}
 
 
 def read_configuration(
@@ -147,16 +145,51 @@ def read_configuration(
 
 def _keys_of_command(words: list[str]) -> ConfigurationKeys:
     """Return the keys of a command line; those of a configuration file that it names come first."""
-    values = parse_command_line(words)
+    return _with_named_files(parse_command_line(words), Path())
+
+
+_NAMES_A_FILE = (
+    "config_file",
+    "config_path",
+    "config",
+    "job.config_file",
+    "deepspeed_config",
+    "deepspeed_config_file",
+    "deepspeed",
+    "ds_config",
+)
+
+
+def _with_named_files(values: dict[str, Any], folder: Path) -> ConfigurationKeys:
+    """Return the keys of a command, with those of the configuration files that it names behind its own: DeepSpeed's in a section.
+
+    A file is looked for beside the command and above it, also where a variable before it is unknown; a note tells of one that is not found.
+    """
     files: dict[str, Any] = {}
-    for key in ("config_file", "deepspeed_config", "deepspeed", "config", "job.config_file", "ds_config"):
-        name = values.get(key)
-        if isinstance(name, str) and Path(name).is_file():
-            inner = read_keys(Path(name))
-            values = {**inner.values, **values}
-            files |= inner.files
-            del values[key]
-    for word in str(values.get(".program", "")).split():
-        if Path(word).suffix in (".yaml", ".yml", ".json", ".toml") and Path(word).is_file():
-            values = {**read_keys(Path(word)).values, **values}
-    return ConfigurationKeys(values, files)
+    notes: list[str] = []
+    named = [(key, values[key]) for key in (*_NAMES_A_FILE, "deepspeed_config.deepspeed_config_file") if key in values]
+    named += [("", word) for word in str(values.get(".program", "")).split() if Path(word).suffix in _MAPPINGS]
+    for key, name in named:
+        if not isinstance(name, str) or Path(name).suffix not in _MAPPINGS:
+            continue
+        file = _find_beside(name, folder)
+        if file is None:
+            notes.append(f"{name} is not beside it, so its keys are not read")
+            continue
+        inner = read_keys(file)
+        is_section = "deepspeed" in key or key == "ds_config"
+        values = {**{f"deepspeed_config.{k}" if is_section else k: v for k, v in inner.values.items()}, **values}
+        files |= inner.files
+        notes += inner.notes
+        values.pop(key, None)
+    keys = ConfigurationKeys(values, {**files, **_read_siblings(folder, values)})
+    keys.notes += notes
+    return keys
+
+
+def _find_beside(name: str, folder: Path) -> Path | None:
+    """Return the file of a name, in a folder, in those above it, or there by its last part."""
+    relative = name.lstrip("/") if not Path(name).is_file() else name
+    places = [folder, *folder.absolute().parents]
+    found = (place / path for path in (relative, Path(name).name) for place in (places if path == relative else places[:1]))
+    return next((file for file in found if file.is_file()), None)

@@ -49,6 +49,8 @@ def read_deepspeed(keys: ConfigurationKeys, words: Words) -> None:
     keys.take("expert_parallel.enabled", "expert_parallel.expert_tensor_parallel_size")
     if words["context"] > 1:
         words["attention"] = "ulysses"
+    if (shard := keys.take_number("zero_optimization.mics_shard_size")) > 1 and words["zero"] == 3:
+        words["shard"] = shard
     words["sequence"] = keys.take_number("seq_length") or words.get("sequence")
     for word, name in (("layers", "num_layers"), ("hidden", "hidden_size"), ("heads", "num_attention_heads")):
         words[word] = keys.take_number(name) or words.get(word)
@@ -72,7 +74,7 @@ def _read_sizes(keys: ConfigurationKeys, words: Words) -> None:
 def values_of_layout(request: ExportRequest) -> dict[str, Any]:
     """Return the keys of a layout."""
     layout, words = request.layout, request.words
-    values = write_rows(ROWS, words)
+    values = {**write_rows(ROWS, words), "gradient_clipping": 0.0}
     if layout.precision == "bfloat16":
         values |= {"torch_autocast.enabled": True, "torch_autocast.dtype": "bfloat16"}
     elif layout.precision == "float16":
@@ -101,6 +103,7 @@ def _check(request: ExportRequest) -> str:
 
 def _notes_of_request(request: ExportRequest) -> list[str]:
     notes = ["the optimizer is the script's own: hand it to deepspeed.initialize"]
+    notes.append("gradient_clipping = 0 is set, since it clips at a norm of 1.0 by default: write your own there")
     if request.layout.recompute == "full":
         notes.append(
             "activations are recomputed only where the model calls deepspeed.checkpointing, or is built with its own checkpointing on"
@@ -119,7 +122,6 @@ DEEPSPEED = Framework(
         "attention": ("ulysses",), "compile": ("off", "on"),
     },
     loses={
-        "neighbours": ("branch", "it orders ranks itself"),
         "sequence_parallel": ("off", "AutoTP keeps whole sequences between layers"),
         "segment": (1, "its models checkpoint layer by layer"),
     },

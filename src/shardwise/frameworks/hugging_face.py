@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.frameworks.deepspeed import values_of_layout
-from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, read_rows, write_rows
+from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, shard_within_hosts, write_rows
 from shardwise.frameworks.texts import write_json, write_yaml
+from shardwise.plan.layout import Layout
 
-_HYBRID = "shards inside groups (HSDP) have no word of ours: zero over all replicas is priced"
 _PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _STRATEGIES = {
     "full_shard": 3,
@@ -41,6 +41,7 @@ _UNPRICED = {
     "fsdp_activation_checkpointing_offload": "see offload=activations",
     "tiled_mlp": "tiles of the feed-forward are not priced",
 }
+_SEQUENCE = ("max_length", "cutoff_len", "max_seq_length", "model_max_length")
 _DEEPSPEED_NAME = re.compile(r"(?:zero_?(?:stage)?_?|z)([0-3])")
 
 
@@ -58,8 +59,7 @@ def read_fsdp(keys: ConfigurationKeys, words: Words) -> None:
         text = " ".join(map(str, strategy)) if isinstance(strategy, list) else str(strategy or "full_shard")
         found = [zero for word in re.split(r"[\s,]+", text.lower()) if (zero := _STRATEGIES.get(word)) is not None]
         words["zero"] = found[0] if found else 3
-        if "hybrid" in text.lower():
-            keys.notes.append(_HYBRID)
+        words["_is_hybrid"] = "hybrid" in text.lower() or text == "4"
         if reshard is not None:
             value = str(reshard).lower()
             words["zero"] = _STRATEGIES.get(value, 2 if value in ("false", "no") else 3)
@@ -71,24 +71,21 @@ def read_fsdp(keys: ConfigurationKeys, words: Words) -> None:
 def _read_deepspeed_of(keys: ConfigurationKeys, words: Words) -> None:
     section = {key.rpartition("deepspeed_config.")[2]: value for key, value in keys.values.items() if "deepspeed_config." in key}
     section |= {key.partition("deepspeed.")[2]: value for key, value in keys.values.items() if key.startswith("deepspeed.")}
-    file = keys.take("deepspeed_config_file", "deepspeed", "deepspeed_config")
-    name = str(file or "").replace("\\", "/").rpartition("/")[2]
+    name = str(keys.take("deepspeed_config_file", "deepspeed", "deepspeed_config") or "").replace("\\", "/").rpartition("/")[2]
     if not section and not name:
         return
-    words["zero"] = keys.take_number("zero_stage", "zero_optimization.stage", default=words.get("zero") or 0)
-    if name:
+    if "." in name:
         stage = _DEEPSPEED_NAME.search(name.lower())
-        text = keys.files.get(name)
-        if text:
-            inner = ConfigurationKeys(text if isinstance(text, Mapping) else {})
-            found = read_rows((KeyRow("zero", "zero_optimization.stage", 0), KeyRow("tensor", "tensor_parallel.autotp_size", 1)), inner)
-            words["zero"] = found["zero"]
-            words["tensor"] = max(words.get("tensor", 1), found["tensor"])
-            if inner.take("offload_optimizer.device") == "cpu":
-                words["offload"] = "optimizer"
-            return
-        words["zero"] = int(stage[1]) if stage else words["zero"]
+        words["zero"] = int(stage[1]) if stage else words.get("zero") or 0
         keys.notes.append(f"{name} is not beside this file: zero={words['zero']} is by its name")
+        return
+    words["zero"] = keys.take_number("zero_stage", "zero_optimization.stage", default=words.get("zero") or 0)
+    words["tensor"] = max(words.get("tensor", 1), keys.take_number("tensor_parallel.autotp_size", default=1))
+    if (ulysses := keys.take_number("deepspeed_config.sequence_parallel_size", default=1)) > 1:
+        words["context"], words["attention"] = ulysses, "ulysses"
+    if words.get("precision", "float32") == "float32":
+        is_bf16, is_fp16 = keys.take_flag("deepspeed_config.bf16.enabled"), keys.take_flag("deepspeed_config.fp16.enabled")
+        words["precision"] = "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32"
     if str(keys.take("offload_optimizer_device", "offload_optimizer.device", default="none")) == "cpu":
         words["offload"] = "optimizer"
 
@@ -103,9 +100,16 @@ def _read_sizes(keys: ConfigurationKeys, words: Words, *names: tuple[str, str]) 
         replica = words["tensor"] * words.get("context", 1) * words.get("pipeline", 1)
         words["data"] = ranks if shard > 0 or not known else max(1, known // replica)
         if replicate > 1 and shard > 1:
-            keys.notes.append(_HYBRID)
-    count = keys.take_number("num_processes", "nproc_per_node") * (keys.take_number("nnodes") or 1)
+            words["shard"] = shard
+    machines = keys.take_number("num_machines", "nnodes") or 1
+    count = keys.take_number("num_processes") or keys.take_number("nproc_per_node") * machines  # the first counts those of all machines
     words["devices"] = words.get("devices") or count
+    if words.get("_is_hybrid") and count:
+        shard_within_hosts(words, count // machines)
+    if words.get("_is_hybrid") and not words.get("shard"):
+        keys.notes.append(
+            "ranks of a host, among which HSDP shards, are not in the file, or it is one host: zero over all replicas is priced"
+        )
 
 
 ACCELERATE_ROWS = (
@@ -127,6 +131,10 @@ def read_accelerate(keys: ConfigurationKeys, words: Words) -> None:
         strategy = str(keys.take("parallelism_config_cp_comm_strategy", "cp_comm_strategy", default="allgather"))
         words["attention"] = "ring" if strategy == "alltoall" else "gather"
     words["microbatches"] = words.get("microbatches") or 1
+    if not keys.has("mixed_precision"):  # of a trainer's arguments beside it
+        words["precision"] = "bfloat16" if keys.take_flag("bf16") else "float16" if keys.take_flag("fp16") else "float32"
+    words["sequence"] = words.get("sequence") or keys.take_number(*_SEQUENCE)
+    words["model"] = words.get("model") or keys.take("model_name_or_path") or ""
     is_fsdp = str(keys.take("distributed_type", default="")).upper() in ("FSDP", "DEEPSPEED")
     if is_fsdp:
         read_fsdp(keys, words)
@@ -154,9 +162,10 @@ def _write_accelerate(request: ExportRequest) -> Mapping[str, str]:
     elif layout.zero:
         values |= _fsdp_values(request, "fsdp_config.fsdp_")
         values["fsdp_config.fsdp_version"] = 2
-        if layout.tensor > 1 or layout.context > 1:
+        if layout.tensor > 1 or layout.context > 1 or layout.zero_groups > 1:
             prefix = "parallelism_config.parallelism_config_"
-            values |= {f"{prefix}dp_replicate_size": 1, f"{prefix}dp_shard_size": layout.data, f"{prefix}tp_size": layout.tensor}
+            values |= {f"{prefix}dp_replicate_size": layout.zero_groups, f"{prefix}dp_shard_size": layout.data // layout.zero_groups}
+            values[f"{prefix}tp_size"] = layout.tensor
             if layout.attention == "ulysses":
                 values |= {f"{prefix}sp_size": layout.context, f"{prefix}sp_backend": "deepspeed"}
             else:
@@ -176,8 +185,16 @@ def _fsdp_values(request: ExportRequest, prefix: str) -> dict[str, Any]:
     return values
 
 
+def _refuse_shard(layout: Layout) -> str:
+    if layout.zero_groups > 1 and (layout.zero == 1 or layout.expert > 1):
+        return f"shard={layout.shard} is FSDP's, without experts: use zero=2 or zero=3 and expert=1, or shard=0"
+    return ""
+
+
 def _check_accelerate(request: ExportRequest) -> str:
     layout = request.layout
+    if reason := _refuse_shard(layout):
+        return reason
     if (layout.tensor > 1 or layout.context > 1) and layout.zero not in (2, 3):
         return f"its sizes of tensor and context go with FSDP 2 only; use zero=2 or zero=3, not zero={layout.zero}"
     if layout.recompute == "full" and layout.zero not in (2, 3):
@@ -196,21 +213,22 @@ def _notes_accelerate(request: ExportRequest) -> list[str]:
         notes.append(
             f"microbatches={layout.microbatches} is said in the script: Accelerator(gradient_accumulation_steps={layout.microbatches})"
         )
+    if layout.zero == 1:
+        notes.append("DeepSpeed clips gradients at a norm of 1.0 by default: deepspeed_config.gradient_clipping says another")
     if layout.zero == 2:
         notes.append("without resharding gathered weights are kept until backward: more memory than zero=2")
     return notes
 
 
 _LOSES = {
-    "neighbours": ("branch", "it orders ranks itself"),
-    "segment": (1, "it recomputes block by block"),
     "sequence_parallel": ("off", "its tensor ranks keep whole sequences between layers"),
 }
 ACCELERATE = Framework(
     name="accelerate", title="Accelerate", file_name="accelerate.yaml", signs=("distributed_type", "compute_environment", "num_processes"),
     rows=ACCELERATE_ROWS,
     says={
-        "data": None, "tensor": None, "context": None, "microbatches": None, "zero": (0, 1, 2, 3), "precision": tuple(_PRECISION),
+        "data": None, "tensor": None, "context": None, "microbatches": None, "shard": None, "zero": (0, 1, 2, 3),
+        "precision": tuple(_PRECISION),
         "recompute": ("none", "full"), "attention": ("gather", "ring", "ulysses"), "compile": ("off", "on"),
         "offload": ("none", "optimizer"),
     },
@@ -224,7 +242,7 @@ TRAINER_ROWS = (
     KeyRow("expert", "distributed_config.ep_size", 1, aliases=("ep_size",)),
     KeyRow("context", "cp_size", 1, aliases=("sp_size",)),
     KeyRow("compile", "torch_compile", "off", {"on": True, "off": False}),
-    KeyRow("sequence", "max_length", 0, aliases=("cutoff_len", "max_seq_length", "model_max_length")),
+    KeyRow("sequence", _SEQUENCE[0], 0, aliases=_SEQUENCE[1:]),
 )
 
 
@@ -260,9 +278,10 @@ def _write_trainer(request: ExportRequest) -> Mapping[str, str]:
         values |= _fsdp_values(request, "fsdp_config.")
     if layout.recompute == "full" and layout.zero not in (2, 3):
         values["gradient_checkpointing"] = True
-    if layout.tensor > 1 or layout.expert > 1:
-        size = "fsdp_size" if layout.zero else "dp_replicate_size"
-        values |= {"distributed_config.tp_size": layout.tensor, f"distributed_config.{size}": layout.data}
+    if layout.tensor > 1 or layout.expert > 1 or layout.zero_groups > 1:
+        groups = layout.zero_groups if layout.zero else layout.data
+        sizes = {"tp_size": layout.tensor, "fsdp_size": layout.data // groups, "dp_replicate_size": groups}
+        values |= {f"distributed_config.{key}": size for key, size in sizes.items() if size > 1}
         if layout.tensor > 1:
             values["distributed_config.tp_plan"] = "auto"
         if layout.expert > 1:
@@ -272,6 +291,8 @@ def _write_trainer(request: ExportRequest) -> Mapping[str, str]:
 
 def _check_trainer(request: ExportRequest) -> str:
     layout = request.layout
+    if reason := _refuse_shard(layout):
+        return reason
     if layout.expert > 1 and layout.zero not in (2, 3):
         return f"expert={layout.expert} is a part of its sharded ranks; use zero=2 or zero=3"
     if layout.expert > 1 and layout.expert % layout.tensor:
@@ -286,7 +307,7 @@ def _check_trainer(request: ExportRequest) -> str:
 def _notes_trainer(request: ExportRequest) -> list[str]:
     layout = request.layout
     notes = [f"started on {layout.num_ranks} ranks, for example torchrun --nproc-per-node {min(8, layout.num_ranks)}"]
-    if layout.tensor > 1 or layout.expert > 1:
+    if layout.tensor > 1 or layout.expert > 1 or layout.zero_groups > 1:
         notes.append("`distributed_config` is no training argument: hand it to from_pretrained(distributed_config=DistributedConfig(...))")
     return notes
 
@@ -296,10 +317,12 @@ TRANSFORMERS = Framework(
     signs=("per_device_train_batch_size", "model_name_or_path", "dist_config.name", "cp_size", "fsdp_config.transformer_layer_cls_to_wrap"),
     rows=TRAINER_ROWS,
     says={
-        "data": None, "tensor": None, "expert": None, "microbatches": None, "zero": (0, 1, 2, 3), "precision": tuple(_PRECISION),
+        "data": None, "tensor": None, "expert": None, "microbatches": None, "shard": None, "zero": (0, 1, 2, 3),
+        "precision": tuple(_PRECISION),
         "recompute": ("none", "full"), "compile": ("off", "on"), "offload": ("none", "optimizer"),
     },
     loses=_LOSES, read=read_trainer, write=_write_trainer, check=_check_trainer, notes=_notes_trainer, unpriced=_UNPRICED,
+    clip_key="max_grad_norm",
 )  # fmt: skip
 
 AXOLOTL_ROWS = (
@@ -317,13 +340,9 @@ def read_axolotl(keys: ConfigurationKeys, words: Words) -> None:
     """Read what is no single key."""
     keys.take("fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.auto_wrap_policy")
     read_fsdp(keys, words)
-    bf16 = str(keys.take("bf16", "bfloat16", default=False)).lower()
+    bf16 = str(keys.take("bf16", "bfloat16", default="auto")).lower()  # its default: where the GPU has it
     fp16 = str(keys.take("fp16", default=False)).lower()
-    words["precision"] = "bfloat16" if bf16 not in ("false", "none") else "float32"
-    if keys.find("bf16") and keys.values[keys.find("bf16")[0]] == "auto":
-        words["precision"] = "bfloat16"
-    if fp16 == "true":
-        words["precision"] = "float16"
+    words["precision"] = "float16" if fp16 == "true" else "float32" if bf16 in ("false", "none") else "bfloat16"
     words["attention"] = "ring"
     words["_expert_multiplies"] = True
     _read_sizes(keys, words, ("dp_replicate_size", "dp_shard_size"))
@@ -335,7 +354,11 @@ def _write_axolotl(request: ExportRequest) -> Mapping[str, str]:
     values: dict[str, Any] = {"base_model": request.model.removeprefix("hf:")} if request.model.startswith("hf:") else {}
     values |= write_rows(AXOLOTL_ROWS, words)
     if layout.zero > 1:
-        values |= {"dp_shard_size": layout.data // layout.expert, "dp_replicate_size": 1, "fsdp_version": 2}
+        values |= {
+            "dp_shard_size": layout.data // layout.expert // layout.zero_groups,
+            "dp_replicate_size": layout.zero_groups,
+            "fsdp_version": 2,
+        }
         values |= {"fsdp_config.reshard_after_forward": layout.zero == 3, "fsdp_config.offload_params": False}
         values |= {"fsdp_config.auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_config.state_dict_type": "SHARDED_STATE_DICT"}
         if request.block:
@@ -344,8 +367,11 @@ def _write_axolotl(request: ExportRequest) -> Mapping[str, str]:
         values["deepspeed"] = "deepspeed_configs/zero1.json"
     if layout.recompute == "full":
         values["gradient_checkpointing"] = True
-    if layout.precision != "float32":
-        values["bf16" if layout.precision == "bfloat16" else "fp16"] = True
+    values["bf16"] = layout.precision == "bfloat16"
+    if layout.precision == "float16":
+        values["fp16"] = True
+    if layout.context > 1:
+        values["attn_implementation"] = "flash_attention_2"  # its ring has no other
     if layout.expert > 1:
         values["plugins"] = ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"]
     return {"axolotl.yaml": write_yaml(values, f"{layout}, on {layout.num_ranks} GPUs\nadd datasets, optimizer and output_dir")}
@@ -353,6 +379,8 @@ def _write_axolotl(request: ExportRequest) -> Mapping[str, str]:
 
 def _check_axolotl(request: ExportRequest) -> str:
     layout = request.layout
+    if reason := _refuse_shard(layout):
+        return reason
     if layout.context > 1 and request.micro_batch > 1:
         return f"context={layout.context} needs single samples: use microbatches={layout.microbatches * request.micro_batch}"
     if (layout.tensor > 1 or layout.context > 1 or layout.expert > 1) and layout.zero not in (2, 3):
@@ -363,9 +391,9 @@ def _check_axolotl(request: ExportRequest) -> str:
 AXOLOTL = Framework(
     name="axolotl", title="Axolotl", file_name="axolotl.yaml", signs=("base_model", "sequence_len"), rows=AXOLOTL_ROWS,
     says={
-        "data": None, "tensor": None, "context": None, "expert": None, "microbatches": None, "zero": (0, 1, 2, 3),
+        "data": None, "tensor": None, "context": None, "expert": None, "microbatches": None, "shard": None, "zero": (0, 1, 2, 3),
         "precision": tuple(_PRECISION), "recompute": ("none", "full"), "attention": ("ring",), "compile": ("off", "on"),
     },
     loses=_LOSES, read=read_axolotl, write=_write_axolotl, check=_check_axolotl,
-    notes=lambda request: [f"started on {request.layout.num_ranks} GPUs"], unpriced=_UNPRICED,
+    notes=lambda request: [f"started on {request.layout.num_ranks} GPUs"], unpriced=_UNPRICED, clip_key="max_grad_norm",
 )  # fmt: skip

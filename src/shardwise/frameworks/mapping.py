@@ -6,18 +6,24 @@ framework's file. Words are a layout's keys and `micro_batch`, `global_batch`, `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import Any
 
 from shardwise.errors import Infeasible, LayoutError, UsageError
+from shardwise.plan.ir.precision import MIXED
 from shardwise.plan.layout import DEFAULTS, KEYS, Layout
 from shardwise.plan.residency import strip_layers
 
 Words = dict[str, Any]
 _ABSENT = (None, "auto", "null", "None", "")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+_BFLOAT16 = "bfloat16"  # their word for both: what they hold in 16 bits, and update in 32, is theirs to say
+_AUTOCAST_TRAINERS = ("accelerate", "transformers", "lightning", "axolotl", "pytorch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +117,19 @@ class ImportedConfiguration:
     unpriced: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def run_layout(self) -> Layout:
+        """Return the layout as the framework runs it, for prices: its bfloat16 holds weights in 16 bits and updates 32-bit ones, except
+        where trainers run unsharded weights under autocast."""
+        is_autocast = self.framework in _AUTOCAST_TRAINERS and not self.layout.zero
+        return self.layout if is_autocast or self.layout.precision != _BFLOAT16 else replace(self.layout, precision=MIXED)
+
 
 class ConfigurationKeys:
     """Values of a file by dotted key; remembers which were read. A name matches a whole key or the end of one (`a.b` for `x.a.b`)."""
 
     def __init__(self, values: Mapping[str, Any], files: Mapping[str, str] | None = None) -> None:
-        self.values = {key.replace("-", "_"): value for key, value in values.items()}
+        self.values = {".".join(part.lstrip("-") for part in key.split(".")).replace("-", "_"): value for key, value in values.items()}
         self.files = dict(files or {})
         self.read: set[str] = set()
         self.why: dict[str, str] = {}
@@ -159,6 +172,8 @@ class ConfigurationKeys:
 
 def parse_number(name: str, value: Any) -> int:
     """Parse a whole number, `8` or `5e8`."""
+    if value is True:
+        raise UsageError(f"{name} has no value in the file: a variable that is set elsewhere? Write its value there")
     try:
         number = float(str(value).replace("_", ""))
     except ValueError:
@@ -168,10 +183,40 @@ def parse_number(name: str, value: Any) -> int:
     return int(number)
 
 
+_EIGHT_BIT_KEY = re.compile(r"(?:^|[._])(?:(?:mx|nv)?fp[48]|float8|int8|quantiz\w*|te_recipe\w*|torchao)(?:$|[._])|weight_dtype$")
+_EIGHT_BIT_VALUE = re.compile(r"fp8|float8|mxfp|fp4|mx_|transformer.?engine|int8")
+_SIXTEEN = (("bfloat16", ("bf16", "bfloat16")), ("float16", ("fp16", "float16", "16")), ("float64", ("64", "double")))
+
+
+def parse_precision(text: str) -> tuple[str, str]:
+    """Return our word for what people call a precision, and why it is not all of the price; of 8-bit recipes, what surrounds them.
+
+    >>> parse_precision("bf16-mixed"), parse_precision("transformer-engine-float16")[0], parse_precision("no")
+    (('bfloat16', ''), 'float16', ('float32', ''))
+    """
+    low = text.lower()
+    word = next((ours for ours, names in _SIXTEEN if any(name in low for name in names)), "float32")
+    if _EIGHT_BIT_VALUE.search(low):
+        word = "bfloat16" if word == "float32" else word
+        return word, f"products in 8 bits ({text}) are not priced: {word} is"
+    if low.endswith("-true") and word in ("bfloat16", "float16"):
+        return word, f"{text} has no 32-bit copy of the weights: {word} with one is priced"
+    return word, ""
+
+
+def shard_within_hosts(words: Words, per_host: int) -> None:
+    """Set `shard`, where ZeRO shards among the ranks of a host and copies over hosts; `per_host` counts all of a host's ranks."""
+    replicas = per_host // max(1, words.get("tensor", 1) * words.get("context", 1))
+    if replicas >= 1 and words.get("zero") and (words.get("devices") or 0) > per_host:
+        words["shard"] = replicas
+
+
 @dataclass(frozen=True, slots=True)
 class Framework:
     """A framework's configuration. `signs`: keys by which a file of its own is recognised. `says`: values of the layout's keys that it can
-    say, all for None; a key that is not there must be at its default. `loses`: keys that are told as lost, with what is run instead."""
+    say, all for None; a key that is not there must be at its default. `loses`: keys that are told as lost, with what is run instead.
+    `clip_key`: the key by which its trainer clips gradients at a norm of 1.0 unless it says otherwise, which changes the training.
+    `stacks`: its efficiency set by the beginning of a device's name; `compiled_stack`: that of its compiled runs on other devices."""
 
     name: str
     title: str
@@ -185,13 +230,25 @@ class Framework:
     check: Callable[[ExportRequest], str] = lambda request: ""
     notes: Callable[[ExportRequest], list[str]] = lambda request: []
     unpriced: Mapping[str, str] = field(default_factory=dict)
+    clip_key: str = ""
     stacks: Mapping[str, str] = field(default_factory=dict)
+    compiled_stack: str = ""
+
+    def stack_of(self, device: str, layout: Layout) -> str:
+        """Return the efficiency set of a run of this framework; "" where none is known."""
+        known = next((stack for start, stack in self.stacks.items() if device.startswith(start)), "")
+        return known or (self.compiled_stack if layout.compile == "on" else "")
 
 
 ALWAYS_LOST: dict[str, tuple[Any, str]] = {
     "threads": (0, "the framework's launcher decides"),
     "all_reduce": ("auto", "NCCL chooses the algorithm"),
     "lend": ("auto", "ranks of CPUs only"),
+}
+# Of frameworks that have no key for these; with one, another value is refused by name.
+LOST_WITHOUT_KEY: dict[str, tuple[Any, str]] = {
+    "neighbours": ("branch", "it orders ranks itself"),
+    "segment": (1, "it recomputes block by block"),
 }
 NO_KEY = "it has no key for it"
 
@@ -204,7 +261,10 @@ def export_layout(framework: Framework, request: ExportRequest) -> ExportedConfi
     """
     if framework.write is None:
         raise UsageError(f"{framework.title} is read by import only")
-    layout, lost = request.layout, []
+    precision, lost = request.layout.precision, list[LostKey]()
+    losses = {**ALWAYS_LOST, **{key: one for key, one in LOST_WITHOUT_KEY.items() if key not in framework.says}, **framework.loses}
+    layout = replace(request.layout, precision=_BFLOAT16 if precision == MIXED else precision)
+    layout = replace(layout, shard=layout.shard if layout.zero else 0)  # without effect there
     for key in KEYS:
         value = getattr(layout, key)
         if key == "tensor" and layout.grid:
@@ -215,8 +275,8 @@ def export_layout(framework: Framework, request: ExportRequest) -> ExportedConfi
                 )
         if value == DEFAULTS[key] or _can_say(framework, key, value):
             continue
-        if key in {**ALWAYS_LOST, **framework.loses}:
-            instead, why = {**ALWAYS_LOST, **framework.loses}[key]
+        if key in losses:
+            instead, why = losses[key]
             lost.append(LostKey(key, value, instead, why))
             layout = replace(layout, **{key: instead})
             continue
@@ -226,7 +286,10 @@ def export_layout(framework: Framework, request: ExportRequest) -> ExportedConfi
     request = replace(request, layout=layout)
     if reason := framework.check(request):
         raise LayoutError(f"{framework.title}: {reason}")
-    return ExportedConfiguration(framework.name, framework.write(request), layout, tuple(lost), tuple(framework.notes(request)))
+    clipping = f"its trainer clips gradients at a norm of 1.0 unless {framework.clip_key} says otherwise; a layout clips nothing"
+    notes = (*framework.notes(request), *([clipping] if framework.clip_key else []))
+    run = replace(layout, precision=precision) if layout.precision == _BFLOAT16 else layout
+    return ExportedConfiguration(framework.name, framework.write(request), run, tuple(lost), notes)
 
 
 def _can_say(framework: Framework, key: str, value: Any) -> bool:
@@ -259,7 +322,11 @@ def read_rows(rows: tuple[KeyRow, ...], keys: ConfigurationKeys) -> Words:
             words.setdefault(row.word, row.default)
             continue
         back = {str(theirs).lower(): ours for ours, theirs in row.values.items()}
-        if row.values:
+        if row.word == "precision" and row.values and str(value).lower() not in back:
+            words[row.word], why = parse_precision(str(value))
+            if why:
+                keys.leave(row.key, why)
+        elif row.values:
             if str(value).lower() not in back:
                 keys.leave(row.key, f"{value} has no word of ours; {row.word}={row.default} is priced")
             words[row.word] = back.get(str(value).lower(), row.default)
@@ -276,12 +343,15 @@ def import_layout(framework: Framework, keys: ConfigurationKeys, devices: int = 
     """
     found = read_rows(framework.rows, keys)
     found.update({key: value for key, value in (words or {}).items() if value})
+    if devices:
+        found["devices"] = devices
     framework.read(keys, found)
     found["devices"] = devices or found.get("devices") or 0
     layout, micro, notes = _layout_of_words(framework, found)
     for name, why in framework.unpriced.items():
         if not any(key in keys.read or _is_off(keys.values[key]) for key in keys.find(name)):
             keys.leave(name, why)
+    _list_general(keys)
     unpriced = [(key, keys.values[key]) for key in keys.values if key not in keys.read]
     unpriced.sort(key=lambda pair: pair[0] not in keys.why)
     return ImportedConfiguration(
@@ -289,6 +359,18 @@ def import_layout(framework: Framework, keys: ConfigurationKeys, devices: int = 
         str(found.get("model") or ""), {key: found[key] for key in MODEL_SIZES if found.get(key)},
         tuple((key, str(value), keys.why.get(key, "")) for key, value in unpriced), (*notes, *dict.fromkeys(keys.notes)),
     )  # fmt: skip
+
+
+def _list_general(keys: ConfigurationKeys) -> None:
+    """List what means the same in every framework's file: 8-bit recipes that nobody read, and values that its trainer fills in."""
+    for key, value in keys.values.items():
+        text = str(value).lower()
+        is_narrow = _EIGHT_BIT_KEY.search(key.lower()) or (len(text) < 40 and "/" not in text and _EIGHT_BIT_VALUE.search(text))
+        if key not in keys.read and key not in keys.why and is_narrow and not _is_off(value):
+            keys.why[key] = "8-bit numbers of this recipe are not priced"
+        elif value == "auto" and key not in keys.why:
+            keys.why[key] = "the trainer's arguments say it: give them beside, as a command line for example"
+            keys.read.discard(key)
 
 
 def _is_off(value: Any) -> bool:
@@ -331,16 +413,7 @@ def _layout_of_words(framework: Framework, words: Words) -> tuple[Layout, int, l
             )
         notes.append(f"experts over {expert} ranks, tensor ranks among them, have no word of ours: expert={shared} is priced")
         expert = shared
-    names = {one.name for one in fields(Layout)}
-    chosen = {key: value for key, value in words.items() if key in names and value is not None}
-    chosen |= {"data": data, "microbatches": microbatches, "expert": expert}
-    if chosen.get("tensor", 1) == 1 and not chosen.get("grid"):
-        chosen["sequence_parallel"] = "off"
-    if chosen.get("context", 1) == 1:
-        chosen.pop("attention", None)
-    if chosen.get("pipeline", 1) == 1:
-        for key in ("schedule", "chunks", "actions"):
-            chosen.pop(key, None)
+    chosen = _layout_keys({**words, "data": data, "microbatches": microbatches, "expert": expert})
     if chosen.get("compile") == "on":
         try:
             return Layout(**chosen), micro, notes
@@ -348,3 +421,15 @@ def _layout_of_words(framework: Framework, words: Words) -> tuple[Layout, int, l
             notes.append(f"compiled, which is not priced: {error}")
             chosen["compile"] = "off"
     return Layout(**chosen), micro, notes
+
+
+def _layout_keys(words: Words) -> Words:
+    """Return the keys of a layout among words, without those that have no effect in it."""
+    names = {one.name for one in fields(Layout)}
+    chosen = {key: value for key, value in words.items() if key in names and value is not None}
+    without = {"shard": not chosen.get("zero"), "attention": chosen.get("context", 1) == 1}
+    without |= dict.fromkeys(("schedule", "chunks", "actions"), chosen.get("pipeline", 1) == 1)
+    without["sequence_parallel"] = chosen.get("tensor", 1) == 1 and not chosen.get("grid")
+    if chosen.get("shard") == 1:  # nothing is sharded in groups of one rank
+        chosen["zero"], without["shard"] = 0, True
+    return {key: value for key, value in chosen.items() if not without.get(key)}

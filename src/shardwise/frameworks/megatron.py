@@ -46,7 +46,6 @@ _UNPRICED = {
     "expert_tensor_parallel_size": "experts are cut by tensor",
     "use_nccl_ub": "registered buffers are not priced",
     "fsdp_double_buffer": "double buffers are not priced",
-    "num_distributed_optimizer_instances": "sharding is over all replicas, not inside groups of them",
     "outer_dp_sharding_strategy": "sharding is over all replicas, not inside groups of them",
     "rampup_batch_size": "the full batch is priced",
     "step_batch_size_schedule": "the full batch is priced",
@@ -80,6 +79,9 @@ def read_megatron(keys: ConfigurationKeys, words: Words) -> None:
     nodes = keys.take_number("nnodes", "num_nodes", "num_machines") or 1
     if not words.get("devices") and sizes:
         words["devices"] = sizes * nodes
+    instances = keys.take_number("num_distributed_optimizer_instances", default=1)
+    if instances > 1 and words.get("devices"):
+        words["shard"] = words["devices"] // (words["tensor"] * words["pipeline"] * words["context"] * instances)
     words["model"] = words.get("model") or keys.take("model_name_or_path", "model.from_hf_pretrained", "from_hf_pretrained") or ""
 
 
@@ -150,6 +152,8 @@ def values_of_request(request: ExportRequest) -> dict[str, Any]:
     values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"] = layout.tensor, layout.pipeline
     if layout.zero == 1:
         values["use_distributed_optimizer"] = True
+        if layout.zero_groups > 1:
+            values["num_distributed_optimizer_instances"] = layout.zero_groups
     elif layout.zero:
         strategy = {2: "optim_grads", 3: "optim_grads_params"}[layout.zero]
         values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy, "use_distributed_optimizer": True}
@@ -170,6 +174,8 @@ def _check_megatron(request: ExportRequest) -> str:
     layout = request.layout
     if layout.zero > 1 and (layout.pipeline > 1 or layout.chunks > 1):
         return f"FSDP (zero={layout.zero}) with pipeline={layout.pipeline} is not what it supports; use zero=1 or pipeline=1"
+    if layout.zero > 1 and layout.zero_groups > 1:
+        return f"shard={layout.shard} of FSDP (zero={layout.zero}) is not written; use zero=1 or shard=0"
     if layout.recompute.partition(":")[2] and layout.segment > 1:
         return f"recompute={layout.recompute} with segment={layout.segment}: block recomputation has single layers; use segment=1"
     if layout.sequence_parallel == "on" and layout.tensor == 1:
@@ -240,16 +246,26 @@ def _write_command(request: ExportRequest) -> Mapping[str, str]:
 
 
 _SECTIONS = {"micro_batch_size": "train", "global_batch_size": "train", "bf16": "model", "fp16": "model"}
-_DDP = ("use_distributed_optimizer", "use_megatron_fsdp", "data_parallel_sharding_strategy", "overlap_grad_reduce", "overlap_param_gather")
+_DDP = (
+    "use_distributed_optimizer",
+    "use_megatron_fsdp",
+    "data_parallel_sharding_strategy",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+)
 _BRIDGE_NAMES = {"num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size", "num_experts": "num_moe_experts"}
-_NOT_BRIDGE = ("no_gradient_accumulation_fusion", "ckpt_format", "no_rope_fusion", "swiglu", "group_query_attention", "disable_bias_linear")
+_NOT_BRIDGE = (  # a recipe has its model already
+    "no_gradient_accumulation_fusion", "ckpt_format", "no_rope_fusion", "swiglu", "group_query_attention", "disable_bias_linear",
+    "normalization", "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights", "vocab_size",
+)  # fmt: skip
 
 
 def _write_recipe(request: ExportRequest) -> Mapping[str, str]:
     values = {}
     for key, value in _arguments_of_request(request).items():
         name = _BRIDGE_NAMES.get(key, key)
-        if key in _NOT_BRIDGE or key in ("untie_embeddings_and_output_weights", "vocab_size") or any(row.key == key for row in MODEL):
+        if key in _NOT_BRIDGE or any(row.key == key for row in MODEL):
             continue
         section = "ddp" if key in _DDP else "optimizer" if key == "optimizer_cpu_offload" else _SECTIONS.get(key, "model")
         values["dist.use_tp_pp_dp_mapping" if key == "use_tp_pp_dp_mapping" else f"{section}.{name}"] = value
@@ -260,6 +276,7 @@ def _write_recipe(request: ExportRequest) -> Mapping[str, str]:
 
 _SAYS: dict[str, tuple[Any, ...] | None] = {
     "data": None, "tensor": None, "pipeline": None, "microbatches": None, "context": None, "expert": None, "chunks": None, "segment": None,
+    "shard": None,
     "schedule": ("1f1b", "interleaved"), "zero": (0, 1, 2, 3), "precision": ("float32", "bfloat16", "float16"),
     "recompute": ("none", "selective", "full", "full:N"), "sequence_parallel": ("off", "on"), "offload": ("none", "optimizer"),
     "attention": ("ring", "gather", "ulysses"), "neighbours": ("branch", "pipeline"),
@@ -270,10 +287,10 @@ _STACKS = {"H": "h100-megatron-core", "A": "a100-megatron", "G": "h100-megatron-
 
 MEGATRON = Framework(
     name="megatron", title="Megatron-LM", file_name="megatron.args", signs=_SIGNS, rows=ROWS, says=_SAYS, loses=_LOSES, read=read_megatron,
-    write=_write_command, check=_check_megatron, notes=_notes_megatron, unpriced=_UNPRICED, stacks=_STACKS,
+    write=_write_command, check=_check_megatron, notes=_notes_megatron, unpriced=_UNPRICED, stacks=_STACKS, clip_key="--clip-grad",
 )  # fmt: skip
 BRIDGE = Framework(
     name="bridge", title="Megatron Bridge", file_name="bridge.yaml", signs=("train.micro_batch_size", "trainer.strategy"), rows=ROWS,
     says=_SAYS, loses=_LOSES, read=read_megatron, write=_write_recipe, check=_check_megatron, notes=_notes_megatron, unpriced=_UNPRICED,
-    stacks=_STACKS,
+    stacks=_STACKS, clip_key="optimizer.clip_grad",
 )  # fmt: skip

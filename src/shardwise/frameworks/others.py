@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, write_rows
+from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, shard_within_hosts, write_rows
 from shardwise.frameworks.texts import write_yaml
 from shardwise.plan.ir.grid import parse_grid
 
@@ -61,7 +61,7 @@ NANOTRON = Framework(
         "attention": ("ring",),
     },
     loses={
-        "segment": (1, "it recomputes layer by layer"), "neighbours": ("branch", "it orders ranks itself"), "compile": ("off", "no key"),
+        "compile": ("off", "no key"),
     },
     read=read_nanotron, write=_write_nanotron,
     notes=lambda request: ["its expert axis multiplies the ranks: dp is data / expert"] if request.layout.expert > 1 else [],
@@ -104,7 +104,6 @@ AXONN = Framework(
         "zero": (0, "its replicas hold the whole state"),
         "compile": ("off", "compilation is the script's"),
         "sequence_parallel": ("off", "it shards activations over its grid"),
-        "neighbours": ("branch", "it orders ranks itself"),
     },
     read=read_axonn, write=_write_axonn, notes=lambda request: ["layers are replaced in the script: axonn.intra_layer.auto_parallelize()"],
 )  # fmt: skip
@@ -119,7 +118,7 @@ LIGHTNING_ROWS = (
     KeyRow("micro_batch", "data.init_args.batch_size", 1, aliases=("batch_size", "micro_batch_size")),
 )  # fmt: skip
 _FSDP, _MODEL_PARALLEL = "lightning.pytorch.strategies.FSDPStrategy", "lightning.pytorch.strategies.ModelParallelStrategy"
-_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
 
 
 def read_lightning(keys: ConfigurationKeys, words: Words) -> None:
@@ -142,12 +141,13 @@ def read_lightning(keys: ConfigurationKeys, words: Words) -> None:
         words["data"] = int(size)
     if isinstance(devices, int) or str(devices).isdecimal():
         words["devices"] = words.get("devices") or int(devices) * nodes
+    mesh = keys.take("strategy.init_args.device_mesh", "device_mesh")
+    if isinstance(mesh, list) and len(mesh) == 2:
+        words["data"], words["shard"] = int(mesh[0]) * int(mesh[1]), int(mesh[1])
+    elif "HYBRID" in kind and (words.get("devices") or 0) and nodes > 1:
+        shard_within_hosts(words, words["devices"] // nodes)
     words["recompute"] = "full" if keys.has("activation_checkpointing_policy", "activation_checkpointing") else "none"
     keys.take("activation_checkpointing_policy", "activation_checkpointing")
-    if str(keys.take("precision", default="")) in ("bf16-true", "bf16"):
-        words["precision"] = "bfloat16"
-    if str(keys.values.get("trainer.precision", "")) == "bf16-true":
-        keys.leave("trainer.precision", "16-bit weights without a 32-bit copy are not priced: bf16-mixed is")
 
 
 def _write_lightning(request: ExportRequest) -> Mapping[str, str]:
@@ -160,7 +160,10 @@ def _write_lightning(request: ExportRequest) -> Mapping[str, str]:
         values["trainer.strategy.init_args.tensor_parallel_size"] = layout.tensor
     elif layout.zero:
         values |= {"trainer.strategy.class_path": _FSDP}
-        values["trainer.strategy.init_args.sharding_strategy"] = "FULL_SHARD" if layout.zero == 3 else "SHARD_GRAD_OP"
+        kinds = ("FULL_SHARD", "SHARD_GRAD_OP") if layout.zero_groups == 1 else ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        values["trainer.strategy.init_args.sharding_strategy"] = kinds[layout.zero != 3]
+        if layout.zero_groups > 1:
+            values["trainer.strategy.init_args.device_mesh"] = [layout.zero_groups, layout.shard]
         if layout.recompute == "full":
             values["trainer.strategy.init_args.activation_checkpointing_policy"] = [request.block or "BLOCK_OF_THE_MODEL"]
     else:
@@ -172,6 +175,8 @@ def _check_lightning(request: ExportRequest) -> str:
     layout = request.layout
     if layout.num_ranks > 8 and layout.num_ranks % 8:
         return f"{layout.num_ranks} ranks are no whole number of hosts of 8; use a multiple of 8"
+    if layout.tensor > 1 and layout.zero_groups > 1:
+        return f"shard={layout.shard} is FSDPStrategy's: use tensor=1, or shard=0 with tensor={layout.tensor}"
     if layout.tensor > 1 and layout.zero != 3:
         return f"ModelParallelStrategy is written for weights sharded by FSDP: use zero=3 with tensor={layout.tensor}"
     if layout.recompute == "full" and (not layout.zero or layout.tensor > 1):
@@ -183,15 +188,14 @@ LIGHTNING = Framework(
     name="lightning", title="Lightning", file_name="lightning.yaml",
     signs=("trainer.accelerator", "trainer.strategy", "Trainer.strategy", "trainer.strategy.class_path"), rows=LIGHTNING_ROWS,
     says={
-        "data": None, "tensor": None, "microbatches": None, "zero": (0, 2, 3), "precision": ("float32", "bfloat16", "float16", "float64"),
+        "data": None, "tensor": None, "microbatches": None, "shard": None, "zero": (0, 2, 3),
+        "precision": ("float32", "bfloat16", "float16", "float64"),
         "recompute": ("none", "full"),
     },
     loses={
         "zero": (2, "it has no sharded optimizer alone: SHARD_GRAD_OP is next"),
         "compile": ("off", "torch.compile is called in configure_model"),
         "sequence_parallel": ("off", "its plan is code of configure_model"),
-        "segment": (1, "it recomputes block by block"),
-        "neighbours": ("branch", "it orders ranks itself"),
     },
     read=read_lightning, write=_write_lightning, check=_check_lightning,
     notes=lambda request: ["tensor ranks follow the plan that the module's configure_model writes"] if request.layout.tensor > 1 else [],
@@ -208,11 +212,14 @@ FMS_ROWS = (
 def read_fms(keys: ConfigurationKeys, words: Words) -> None:
     """Read fms-fsdp's arguments: FSDP of a llama, with a part of its blocks recomputed."""
     words["tensor"] = 1
-    words["devices"] = words.get("devices") or keys.take_number("nproc_per_node") * keys.take_number("nnodes")
+    per_host = keys.take_number("nproc_per_node")
+    words["devices"] = words.get("devices") or per_host * keys.take_number("nnodes")
     strategy = str(keys.take("sharding_strategy", default="hsdp"))
     words["zero"] = {"fsdp": 3, "hsdp": 3, "ddp": 0}.get(strategy, 3)
     if strategy == "hsdp":
-        keys.notes.append("shards inside hosts (HSDP) have no word of ours: zero over all replicas is priced")
+        shard_within_hosts(words, per_host or 8)
+        if not per_host:
+            keys.notes.append("hosts of 8 are taken, among whose ranks HSDP shards: nproc_per_node is not in the file")
     words["precision"] = "bfloat16" if keys.take_flag("mixed_precision", default=True) else "float32"
     variant = str(keys.take("model_variant", default="7b"))
     words["recompute"] = "none"
@@ -229,5 +236,5 @@ def read_fms(keys: ConfigurationKeys, words: Words) -> None:
 
 FMS_FSDP = Framework(
     name="fms-fsdp", title="fms-fsdp", file_name="", signs=("fsdp_activation_checkpointing", "selective_checkpointing", "low_cpu_fsdp"),
-    rows=FMS_ROWS, says={}, read=read_fms,
+    rows=FMS_ROWS, says={}, read=read_fms, compiled_stack="torch-compiled",
 )  # fmt: skip

@@ -20,6 +20,7 @@ ROWS = (
     KeyRow("microbatches", "MICROBATCHES", 1, always=True),
     KeyRow("micro_batch", "MICRO_BATCH", 1, always=True),
     KeyRow("zero", "ZERO", 0, always=True),
+    KeyRow("shard", "SHARD", 0, always=True),
     KeyRow("schedule", "SCHEDULE", "1f1b", {**SCHEDULES, **_TABLES}, always=True),
     KeyRow("precision", "PRECISION", "float32", {name: name for name in ("float32", "bfloat16", "float64")}, always=True),
     KeyRow("recompute", "RECOMPUTE", "none", {"full": True, "none": False}, always=True),
@@ -66,11 +67,11 @@ PYTORCH = Framework(
     name="pytorch", title="plain PyTorch", file_name="train_pytorch.py", signs=("DATA", "MICRO_BATCH"), rows=ROWS,
     says={
         "data": None, "pipeline": None, "microbatches": None, "chunks": None, "schedule": (*SCHEDULES, *_TABLES), "zero": (0, 2, 3),
+        "shard": None,
         "precision": ("float32", "bfloat16", "float64"), "recompute": ("none", "full"), "compile": ("off", "on"),
     },
     loses={
         "zero": (2, "FSDP2 shards weights as well: gathered once, kept until backward"),
-        "segment": (1, "it recomputes block by block"),
         "neighbours": ("branch", "its mesh has pipeline outermost"),
     },
     read=read_pytorch, write=_write, check=_check,

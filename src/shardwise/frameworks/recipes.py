@@ -152,6 +152,12 @@ def _keys_of_value(module: RecipeModule, path: str, value: ast.expr, local: dict
     known = _value_of(value, local)
     if known is not _UNKNOWN:
         return {path: known} if path else {}
+    if isinstance(value, ast.List | ast.Tuple):  # of converters or callbacks: each under its own name
+        calls = [item for item in value.elts if isinstance(item, ast.Call)]
+        inner = {
+            key: item for call in calls for key, item in _keys_of_value(module, f"{path}.{_path_of(call.func)}", call, local, depth).items()
+        }
+        return {path: ", ".join(_path_of(call.func) for call in calls), **inner} if path and calls else {}
     if not isinstance(value, ast.Call):
         return {}
     name = _path_of(value.func)

@@ -250,8 +250,8 @@ def _is_chosen(word: str) -> bool:
 
 
 def _is_value(word: str, is_later: bool) -> bool:
-    if word.endswith(".py") or (word.startswith("-") and not re.fullmatch(r"-\d.*", word)):
-        return False
+    if word.endswith(".py") or (word.startswith("-") and not re.fullmatch(r"-\d.*", word)) or re.match(r"^\w+(\.\w+)+=", word):
+        return False  # an option, the program, or an override by its path: `trainer.devices=8`
     return not is_later or not (re.match(r"^[\w.]+=", word) or _is_chosen(word))
 
 

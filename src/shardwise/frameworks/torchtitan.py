@@ -21,7 +21,7 @@ _MODELS = {"llama-8b": ("llama3", "llama3_8b"), "llama-70b": ("llama3", "llama3_
 _ZOO = {config: name for name, (_, config) in _MODELS.items()} | {"8B": "llama-8b", "70B": "llama-70b", "405B": "llama-405b"}
 _TITAN_PRECISION = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
 _UNPRICED = {
-    "compile.enable_async_tensor_parallel": "overlap is as shardwise runs it",
+    "enable_async_tensor_parallel": "overlap is as shardwise runs it",
     "parallelism.pipeline_parallel_first_stage_less_layers": "stages are cut by their prices",
     "parallelism.pipeline_parallel_last_stage_less_layers": "stages are cut by their prices",
     "parallelism.module_fqns_per_model_part": "stages are cut by their prices",
@@ -41,8 +41,10 @@ def read_torchtitan(keys: ConfigurationKeys, words: Words) -> None:
     if shard > 0:
         words["data"] = replicate * shard
     is_sharded = shard != 1 or words["context"] > 1
-    if replicate > 1 and is_sharded:
-        keys.notes.append(f"shards inside {replicate} groups (HSDP) have no word of ours: zero over all replicas is priced")
+    if replicate > 1 and shard > 1:
+        words["shard"] = shard
+    elif replicate > 1 and is_sharded and words["devices"]:
+        words["shard"] = max(1, words["devices"] // (replicate * words["tensor"] * words["pipeline"] * words["context"]))
     reshard = str(keys.take("parallelism.fsdp_reshard_after_forward", default="default"))
     never = reshard == "never" or (reshard == "default" and words["pipeline"] > 1)
     words["zero"] = 0 if not is_sharded else 2 if never else 3
@@ -124,8 +126,8 @@ def _values_of_request(request: ExportRequest) -> dict[str, Any]:
     layout, words = request.layout, request.words
     values = write_rows(ROWS, words)
     sharded = layout.zero > 0
-    values["parallelism.data_parallel_replicate_degree"] = 1 if sharded else layout.data
-    values["parallelism.data_parallel_shard_degree"] = layout.data if sharded else 1
+    values["parallelism.data_parallel_replicate_degree"] = layout.zero_groups if sharded else layout.data
+    values["parallelism.data_parallel_shard_degree"] = layout.data // layout.zero_groups if sharded else 1
     if sharded:
         values["parallelism.fsdp_reshard_after_forward"] = "always" if layout.zero == 3 else "never"
     if layout.tensor > 1:
@@ -208,15 +210,15 @@ TORCHTITAN = Framework(
     rows=ROWS,
     says={
         "data": None, "tensor": None, "pipeline": None, "microbatches": None, "context": None, "expert": None, "chunks": None,
-        "schedule": (*SCHEDULES, *NAMED_TABLES), "zero": (0, 2, 3), "precision": ("bfloat16", "float32"), "recompute": ("none", "full"),
+        "shard": None, "schedule": (*SCHEDULES, *NAMED_TABLES), "zero": (0, 2, 3),
+        "precision": ("bfloat16", "float32"), "recompute": ("none", "full"),
         "sequence_parallel": ("off", "on"), "attention": ("gather",), "compile": ("off", "on"),
     },
     loses={
         "zero": (2, "it has no sharded optimizer alone: weights are sharded and kept gathered until backward (`never`)"),
         "recompute": ("full", "it recomputes whole blocks or saves by operators"),
-        "segment": (1, "it recomputes block by block"),
-        "neighbours": ("branch", "it orders ranks itself"),
         "offload": ("none", "its offload moves weights and gradients too"),
     },
     read=read_torchtitan, write=_write, check=_check, notes=_notes_of_request, unpriced=_UNPRICED, stacks={},
+    clip_key="--training.max_norm",
 )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 
 from shardwise.errors import did_you_mean
-from shardwise.plan.compatibility import SPLIT_BY_LENGTH, SPLIT_FIXED
+from shardwise.plan.compatibility import EACH, LAST, SPLIT_BY_LENGTH, SPLIT_FIXED
 from shardwise.plan.ir.axis import ATTENTION, attention_kind
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.choice import NAMES as ALL_REDUCE
@@ -19,10 +19,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "sequence_parallel": ("off", "on"),
     "sample_parallel": ("off", "on"),
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("none", "selective", "cheap", "full"),
     "offload": ("none", "activations", "optimizer", "all"),
     "precision": tuple(PRECISIONS),
     "gradients": ("float32", "bfloat16"),
+    "scatter": (EACH, LAST),
     "all_reduce": (AUTO, *ALL_REDUCE),
     "lend": (AUTO, "off", "on"),
     "batch_norm": ("exact", "local"),
@@ -36,7 +37,7 @@ KEY_ALIASES = {
     "dp": "data", "ddp": "data", "replicas": "data", "data_parallel": "data", "tp": "tensor", "mp": "tensor", "tensor_parallel": "tensor",
     "pp": "pipeline", "stages": "pipeline", "pipeline_parallel": "pipeline", "ep": "expert", "expert_parallel": "expert", "cp": "context",
     "context_parallel": "context", "sp": "sequence_parallel", "vpp": "chunks", "vp": "chunks", "virtual_stages": "chunks",
-    "accumulation": "microbatches", "grad_accum": "microbatches", "gas": "microbatches", "zero_stage": "zero",
+    "accumulation": "microbatches", "grad_accum": "microbatches", "gas": "microbatches", "zero_stage": "zero", "shard_degree": "shard",
     "checkpointing": "recompute", "ac": "recompute", "dtype": "precision", "recompute_num_layers": "segment",
 }  # fmt: skip
 _FULLY_SHARDED = ("fsdp", "hsdp")  # a number of replicas that share all state: data=N zero=3
@@ -51,7 +52,7 @@ def resolve_aliases(words: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Replace names of other programs in (key, value) words by a layout's; `fsdp` and `dp` together multiply, as in hybrid sharding.
 
     >>> resolve_aliases([("tp", "8"), ("fsdp", "4"), ("dp", "2"), ("vpp", "2"), ("dtype", "bf16")])
-    [('tensor', '8'), ('data', '8'), ('zero', '3'), ('chunks', '2'), ('schedule', 'interleaved'), ('precision', 'bfloat16')]
+    [('tensor', '8'), ('data', '8'), ('shard', '4'), ('zero', '3'), ('chunks', '2'), ('schedule', 'interleaved'), ('precision', 'bfloat16')]
     """
     if not any(_is_alias(key, value) for key, value in words):
         return list(words)
@@ -65,6 +66,7 @@ def resolve_aliases(words: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         if key in _FULLY_SHARDED:
             if value not in ("off", "false"):
                 sizes = [] if value in ("on", "true") else [("data", str(factor or value))]
+                sizes += [("shard", value)] if factor and value != "1" and "zero" not in given else []
                 resolved += sizes if "zero" in given else [*sizes, ("zero", "3")]
             continue
         name = KEY_ALIASES.get(key, key)
@@ -84,8 +86,8 @@ def refuse_words(words: tuple[str, ...]) -> str:
     builds thousands of layouts of the same few words.
 
     >>> refuse_words(("1f1b", "off", "off", "none", "none", "float4", "auto", "off", "exact", "auto", "branch", "off", "fixed"))
-    'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, bfloat16-mixed, float16, float8, float64'
-    """
+    'precision=float4 is unknown (did you mean float64?); use one of float32, tf32, bfloat16, bfloat16-mixed, float16, float8, float8-rows, float64'
+    """  # noqa: E501
     return next((reason for key, word in zip(CHOICES, words, strict=True) if (reason := refuse_word(key, word))), "")
 
 

@@ -155,6 +155,7 @@ def llama3_70b():
     config.model_spec = model_registry("70B")
     config.parallelism = ParallelismConfig(tensor_parallel_degree=8)
     config.activation_checkpoint = FullAC.Config()
+    config.override.converters = [MXFP8Converter.Config(fqns=["attention"]), Other.Config()]
     return config
 """
 NANOTRON = """
@@ -186,14 +187,17 @@ CASES = [
     ("h03.args", GPT3, 128, "data=1 tensor=8 pipeline=16 microbatches=1536 precision=float16", 1536),
     ("h04.sh", FSDP_SCRIPT, 0, "data=8 zero=3 microbatches=16 precision=bfloat16", 128),
     ("h05.sh", SLURM_SCRIPT, 256, "data=256 expert=8 zero=3 microbatches=2 precision=bfloat16", 2048),
-    ("h06.sh", FMS.format(ac=False, part=1, variant="7b"), 96, "data=96 zero=3 precision=bfloat16", 192),
-    ("h07.sh", FMS.format(ac=True, part="1/4", variant="13b"), 96, "data=96 zero=3 precision=bfloat16 recompute=full:10", 192),
-    ("h08.yaml", ACCELERATE.format(cp=1, replicate=2, shard=2, tp=2, ac="false"), 0, "data=4 tensor=2 zero=3 precision=bfloat16", 4),
+    ("h06.sh", FMS.format(ac=False, part=1, variant="7b"), 96, "data=96 zero=3 shard=8 precision=bfloat16 compile=on", 192),
+    ("h07.sh", FMS.format(ac=True, part="1/4", variant="13b"), 96, "data=96 zero=3 shard=8 precision=bfloat16 recompute=full:10", 192),
+    (
+        "h08.yaml", ACCELERATE.format(cp=1, replicate=2, shard=2, tp=2, ac="false"), 0,
+        "data=4 tensor=2 zero=3 shard=2 precision=bfloat16", 4,
+    ),
     (
         "h09.yaml", ACCELERATE.format(cp=8, replicate=1, shard=1, tp=1, ac="true"), 0,
         "context=8 attention=gather zero=3 recompute=full precision=bfloat16", 1,
     ),
-    ("h10.yaml", AXOLOTL_TENSOR, 0, "data=8 tensor=2 zero=3 precision=bfloat16", 8),
+    ("h10.yaml", AXOLOTL_TENSOR, 0, "data=8 tensor=2 zero=3 shard=4 precision=bfloat16", 8),
     ("h11.yaml", AXOLOTL_EXPERT, 0, "data=4 expert=2 zero=3 recompute=full precision=bfloat16", 4),
     ("h12.yml", NEOX, 96, "data=12 tensor=2 pipeline=4 microbatches=32 zero=1 recompute=full precision=float16", 1536),
     ("h13.yaml", LLAMA_FACTORY, 8, "data=2 expert=2 pipeline=4 microbatches=8 zero=1 recompute=full precision=bfloat16", 16),
@@ -226,6 +230,7 @@ def test_a_registry_has_several_recipes_and_follows_their_calls(tmp_path: Path) 
     read = read_configuration(path, recipe="llama3_70b", devices=64)
     assert str(read.layout) == "data=8 tensor=8 pipeline=1 zero=3 recompute=full precision=bfloat16 sequence_parallel=on"
     assert (read.model, read.sequence, read.micro_batch) == ("llama-70b", 8192, 1)
+    assert "8-bit" in next(why for key, _, why in read.unpriced if key == "override.converters")
 
 
 def test_what_is_not_priced_is_listed_with_its_reason(tmp_path: Path) -> None:

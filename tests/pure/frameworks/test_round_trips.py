@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective", "full:2"), "sequence_parallel": ("off", "on"), "grid": ("", "2x2", "1x2x2"),
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "breadth-first"), "attention": ("ring", "gather", "ulysses"),
     "offload": ("none", "optimizer"), "compile": ("off", "on"), "segment": (1, 2), "neighbours": ("branch", "pipeline"),
+    "shard": (1, 2, 4),
 }  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def random_layout(draw: random.Random) -> Layout | None:
         layout = Layout(**keys)
     except LayoutError:
         return None
-    is_plain = layout.tensor > 1 or layout.sequence_parallel == "off"
+    is_plain = (layout.tensor > 1 or layout.sequence_parallel == "off") and (layout.zero or not layout.shard)
     return (
         layout
         if is_plain and (layout.pipeline > 1 or layout.schedule == "1f1b") and (layout.context > 1 or not keys.get("attention"))
@@ -128,6 +129,15 @@ def test_what_a_framework_does_otherwise_is_told(name: str, layout: str, key: st
     exported = export_layout(find_framework(name), ExportRequest(Layout.parse(layout), 16, "llama-8b", SEQUENCE, LAYERS))
     assert [(lost.key, lost.instead) for lost in exported.lost] == [(key, instead)]
     assert getattr(exported.layout, key) == instead
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_weights_of_16_bits_are_what_a_framework_calls_bfloat16(name: str) -> None:
+    words = ("bfloat16-mixed", "bfloat16")
+    mixed, narrow = (export_layout(find_framework(name), ExportRequest(Layout(data=8, precision=word), 8)) for word in words)
+    assert mixed.files == narrow.files
+    assert mixed.lost == narrow.lost
+    assert mixed.layout.precision == ("bfloat16-mixed" if narrow.layout.precision == "bfloat16" else narrow.layout.precision)
 
 
 def test_unequal_microbatches_are_refused() -> None:

@@ -14,7 +14,7 @@ from shardwise.plan.layout import Layout
     [
         ("dp=2 tp=4 pp=2 cp=2", "data=2 tensor=4 pipeline=2 context=2"),
         ("fsdp=8", "data=8 zero=3"),
-        ("dp=2 fsdp=4", "data=8 zero=3"),
+        ("dp=2 fsdp=4", "data=8 zero=3 shard=4"),
         ("hsdp=4 zero=2", "data=4 zero=2"),
         ("dp=8 fsdp=on", "data=8 zero=3"),
         ("dp=8 fsdp=off", "data=8"),

@@ -41,20 +41,23 @@ def run_of(*rows: slice) -> list[list[Page]]:
     return [[page_of(step, part) for step in range(NUM_STEPS + 1)] for part in rows]
 
 
-def compare(folder: Path, ranks: list[list[Page]]) -> AuditResult:
-    """Write and compare records: serial, one perturbed by a unit of rounding, and the ranks'."""
-    perturbed = deepcopy(run_of(slice(None)))
+def compare(folder: Path, ranks: list[list[Page]], gradients: dict[str, torch.Tensor] | None = None) -> AuditResult:
+    """Write and compare records: serial, one perturbed by a unit of rounding, and the ranks'. `gradients`: other ones, in all of them."""
+    serial = run_of(slice(None))
+    for page in (page for run in (*serial, *ranks) for page in run):
+        page.gradients |= {name: take_shard(value) for name, value in (gradients or {}).items()}
+    perturbed = deepcopy(serial)
     for page in perturbed[0]:
         for shard in (*page.weights.values(), *page.gradients.values()):
             assert shard is not None
             shard.value = shard.value * (1 + 2**-23)
-    records = {"serial": run_of(slice(None)), "noise": perturbed, "parallel": ranks}
+    records = {"serial": serial, "noise": perturbed, "parallel": ranks}
     for name, run in records.items():
         for rank, pages in enumerate(run):
             for number, page in enumerate(pages):
                 page.write(str(folder / name / f"rank{rank}"), number, rank, len(run))
-    serial, noise, parallel = (read_pages(folder / name) for name in records)
-    return compare_records(serial, [noise], parallel)
+    plain, noise, parallel = (read_pages(folder / name) for name in records)
+    return compare_records(plain, [noise], parallel)
 
 
 def two_ranks() -> list[list[Page]]:
@@ -100,6 +103,18 @@ def test_shards_are_put_together_by_their_place_or_by_their_values(has_place: bo
         for page in pages:
             shard_rows(page, rank, has_place)
     assert compare(tmp_path, ranks).equal
+
+
+@pytest.mark.parametrize(("size", "equal"), [(1e-9, True), (0.1, False)])
+def test_an_element_without_a_gradient_may_move_as_an_adaptive_optimizer_likes(size: float, equal: bool, tmp_path: Path) -> None:
+    ranks = two_ranks()
+    for pages in ranks:
+        weight = pages[1].weights["up.bias"]
+        assert weight is not None
+        weight.value = weight.value + torch.tensor([0.0, 0.0, 0.0, 0.15])  # as Adam moves it, to the other side
+    result = compare(tmp_path, ranks, {"up.bias": torch.tensor([1.0, 1.0, 1.0, size])})
+    assert result.equal == equal, result.differences
+    assert equal or result.verdict == "optimizer"
 
 
 def test_other_names_are_found_by_values(tmp_path: Path) -> None:
@@ -215,3 +230,9 @@ def test_sums_of_hashes_do_not_depend_on_the_division() -> None:
     whole = sum_of_hashes(x.numpy())
     assert (sum_of_hashes(x[:, :2].numpy()) + sum_of_hashes(x[:, 2:].numpy())) % 2**64 == whole
     assert sum_of_hashes((x + 1e-6).numpy()) != whole
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_a_run_that_trains_nothing_is_told(factor: float, tmp_path: Path) -> None:
+    result = compare(tmp_path, run_of(slice(None)), {name: value * factor for name, value in GRADIENTS.items()})
+    assert any("nothing is trained" in note for note in result.notes) == (factor == 0)

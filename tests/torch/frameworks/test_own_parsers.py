@@ -5,13 +5,60 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.frameworks import ExportRequest, export_layout, find_framework
 from shardwise.plan.layout import Layout
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "tests" / "support" / "framework_parsers.py"
+HOW = "scripts/test --frameworks installs it, pinned in requirements-frameworks.txt"
+MUST_NOT = ("refused", "unknown")  # words of an answer that are never right
+# What a framework's parser needs, with the files that are given to it: a layout, its batch, and what is not said in our words.
+LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "feed_forward": 14336, "vocabulary": 128256, "gated": True}
+PLANS: dict[str, tuple[str, tuple[tuple[str, int, dict[str, Any]], ...]]] = {
+    "megatron": ("megatron.training", (
+        ("data=2 tensor=4 pipeline=8 microbatches=8 zero=1 precision=bfloat16 sequence_parallel=on recompute=full:2", 16, {"layers": 32}),
+        ("data=2 pipeline=4 microbatches=8 chunks=2 schedule=interleaved precision=bfloat16 recompute=selective", 16, {}),
+        ("data=8 zero=3 microbatches=2 precision=bfloat16 recompute=full", 16, {}),
+        ("data=4 context=2 attention=ulysses zero=1 precision=float16", 8, {}),
+    )),
+    "bridge": ("megatron.training", (("data=8 tensor=2 zero=3 precision=bfloat16 recompute=full", 16, {"unknown": []}),
+        ("data=2 pipeline=4 microbatches=8 chunks=2 schedule=interleaved zero=1 offload=optimizer", 16, {"unknown": []}))),
+    "torchtitan": ("torchtitan", (
+        ("data=2 tensor=4 pipeline=8 microbatches=8 zero=3 sequence_parallel=on precision=bfloat16 recompute=full", 64,
+         {"tensor_ranks": [0, 1, 2, 3], "schedule": "1F1B"}),
+        ("data=2 pipeline=4 microbatches=8 schedule=zb-h1 zero=2 precision=bfloat16", 32, {"schedule": "PipelineScheduleMulti"}),
+        ("data=8 context=2 attention=gather zero=3 microbatches=2 shard=4 precision=bfloat16", 32, {"schedule": "1F1B"}),
+        ("data=16 expert=8 zero=2 precision=bfloat16", 32, {"schedule": "1F1B"}),
+        ("data=4 tensor=2 precision=bfloat16", 32, {"schedule": "1F1B"}),
+    )),
+    "deepspeed": ("deepspeed", (
+        ("data=8 zero=3 microbatches=8 precision=bfloat16", 64, {"clipping": 0}),
+        ("data=4 tensor=2 zero=1 precision=float16", 16, {}),
+        ("data=8 expert=4 zero=2 microbatches=2", 16, {}),
+        ("data=8 zero=2 offload=optimizer", 16, {}),
+    )),
+    "axolotl": ("axolotl", (
+        ("data=4 tensor=2 zero=3 microbatches=4 precision=bfloat16 recompute=full", 64, {}),
+        ("data=4 context=2 attention=ring zero=2 microbatches=4 precision=bfloat16", 16, {}),
+        ("data=8 microbatches=2", 16, {}),
+        ("data=8 zero=1 precision=float16", 16, {}),
+    )),
+    "nanotron": ("nanotron", (
+        ("data=2 tensor=4 pipeline=8 microbatches=8 zero=1 precision=bfloat16 sequence_parallel=on recompute=full", 16, {}),
+        ("data=8 expert=4 context=2 attention=ring", 16, {}),
+        ("data=2 pipeline=2 microbatches=4 schedule=gpipe", 16, {}),
+    )),
+    "axonn": ("axonn", (("data=2 tensor=2x2x1 pipeline=2 microbatches=2", 8, {"grid": "2x2x1"}),
+                        ("data=4 tensor=2", 8, {"grid": "2x1x1"}))),
+}  # fmt: skip
 
 
 def exported_text(framework: str, layout: str, batch: int = 64) -> str:
@@ -83,46 +130,44 @@ def test_torch_reads_the_tables_of_actions(tmp_path: Path) -> None:
             assert action is None or str(action) == cell.strip()
 
 
-def test_deepspeed_reads_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8")
-    from deepspeed.runtime.config import DeepSpeedConfig  # here: an optional dependency
-
-    file = tmp_path / "deepspeed.json"
-    file.write_text(exported_text("deepspeed", "data=1 zero=3 microbatches=8 precision=bfloat16", 8))
-    config = DeepSpeedConfig(str(file))
-    assert (config.gradient_accumulation_steps, int(config.zero_optimization_stage), config.torch_autocast_enabled) == (8, 3, True)
+def is_installed(module: str) -> bool:
+    """Whether a framework is here itself; `tests/support/stand_ins` has files of two of these names."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ImportError:
+        return False
+    return found is not None and "stand_ins" not in str(found.origin)
 
 
-def test_torchtitan_reads_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("torchtitan") is None:
-        pytest.skip("torchtitan is not installed: pip install torchtitan==0.3.0 (its newest needs a newer torch to train)")
-    from torchtitan.config.manager import ConfigManager  # here: an optional dependency
+@pytest.mark.parametrize("name", PLANS)
+def test_a_framework_reads_what_is_exported(name: str, tmp_path: Path) -> None:
+    module, plans = PLANS[name]
+    if not is_installed(module):
+        pytest.skip(f"{module} is not installed: {HOW}")
+    words, layouts = [], []
+    for number, (text, batch, _) in enumerate(plans):
+        layout = Layout.parse(text)
+        request = ExportRequest(layout, batch, "llama-8b", 2048, 32, "LlamaDecoderLayer", sizes=LLAMA)
+        exported = export_layout(find_framework(name), request)
+        assert not exported.lost
+        (folder := tmp_path / str(number)).mkdir()
+        for file, written in exported.files.items():
+            (folder / file).write_text(written)
+        words.append(f"{folder / next(iter(exported.files))}:{layout.num_ranks}")
+        layouts.append(layout)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(PROGRAM), name, *words], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          timeout=200, check=False)  # fmt: skip
+    read = [json.loads(line.removeprefix("read ")) for line in done.stdout.splitlines() if line.startswith("read ")]
+    assert len(read) == len(plans), done.stdout[-2000:] + done.stderr[-4000:]
+    for layout, answer, (text, _, more) in zip(layouts, read, plans, strict=True):
+        expected = {key: getattr(layout, key, answer[key] if key not in MUST_NOT else None) for key in answer} | more
+        assert answer == expected, text
 
-    words = exported_text(
-        "torchtitan", "data=2 tensor=4 pipeline=8 microbatches=8 zero=3 sequence_parallel=on precision=bfloat16 recompute=full"
-    )
-    lines = [line.rstrip("\\ ") for line in words.splitlines() if not line.startswith("#")]
-    config = ConfigManager().parse_args(" ".join(lines).split())
-    assert config.parallelism.tensor_parallel_degree == 4
-    assert config.parallelism.pipeline_parallel_degree == 8
 
-
-def test_megatron_reads_its_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
-        pytest.skip("megatron.training is not installed: megatron-core==0.19.2 has wheels for Python 3.12 and later")
-    from megatron.training.arguments import parse_args, validate_args  # here: an optional dependency
-
-    words = exported_text("megatron", "data=2 tensor=4 pipeline=8 microbatches=8 zero=1 precision=bfloat16", 16)
-    lines = [line.rstrip("\\ ") for line in words.splitlines() if not line.startswith("#")]
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *" ".join(lines).split(), "--mock-data", "--tokenizer-type", "NullTokenizer"])
-    monkeypatch.setitem(os.environ, "WORLD_SIZE", "64")
-    arguments = validate_args(parse_args())
-    assert arguments.data_parallel_size == 2
-
-
-@pytest.mark.parametrize("name", ["axolotl", "nanotron", "axonn"])
-def test_others_are_skipped_where_they_are_not_installed(name: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: it needs GPU libraries (flash_attn, bitsandbytes or MPI) to be imported")
+def test_the_page_has_the_pinned_versions() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "requirements-frameworks.txt").read_text().splitlines() if "==" in line)
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    names = {"torchtitan": "torchtitan", "megatron-core": "megatron", "deepspeed": "deepspeed", "axolotl": "axolotl", "axonn": "axonn"}
+    shown = {pin: re.search(rf"^\| `{name}` \| ([\d.]+) ", page, re.M) for pin, name in names.items()}
+    assert {pin: found and pins[pin].startswith(found[1]) for pin, found in shown.items()} == dict.fromkeys(names, True)

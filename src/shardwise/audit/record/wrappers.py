@@ -134,8 +134,9 @@ def perturb_weights(root: nn.Module, seed: int, unit_of: str) -> None:
     draw = torch.Generator().manual_seed(seed)
     coarse = torch.finfo(getattr(torch, unit_of)).eps
     with torch.no_grad():
-        for p in root.parameters():
-            if p.is_floating_point() and not is_uninitialized(p):
+        for parameter in root.parameters():
+            if parameter.is_floating_point() and not is_uninitialized(parameter):
+                p = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data  # a serial run may be FSDP2 of one rank
                 unit = max(coarse, torch.finfo(p.dtype).eps)
                 sign = torch.randint(0, 2, p.shape, generator=draw).to(p.device, torch.float64) * 2 - 1
                 p.copy_((p.double() * (1 + unit * sign)).to(p.dtype))
