@@ -215,23 +215,33 @@ def _replicas(row: Row | None) -> str:
     return f" ({WHOLE}: {row.status})" if row is not None else ""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run what the arguments choose; 4 where a run differs from the serial one."""
-    parser = argparse.ArgumentParser(prog="scripts/verify_all --axes", description=__doc__.partition("\n")[0] if __doc__ else "")
+def resumable_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """The arguments of a table of models that goes on from its JSON."""
+    parser = argparse.ArgumentParser(prog=prog, description=(description or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", help="parts of names; all by default")
     parser.add_argument("--json", metavar="FILE", help="the rows, written as they come; rows that it has are not run again")
     parser.add_argument("--again", metavar="STATUS,...", default="", help="of the file's rows those run again: failed,differs,refused")
-    parser.add_argument("--part", metavar="I/N", default="0/1", help="every Nth model from the Ith on")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks run; several share a GPU")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="begin nothing after so long; 75 if there is more")
     parser.add_argument("--note", default="", metavar="TEXT", help="a sentence for the page")
     parser.add_argument("--merge", metavar="FILE", nargs="+", help="run nothing: write the page of the rows of these files")
+    return parser
+
+
+def known_files(given: argparse.Namespace) -> list[str]:
+    """The files of rows to go on from."""
+    return given.merge or ([given.json] if given.json and Path(given.json).is_file() else [])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the arguments choose; 4 where a run differs from the serial one."""
+    parser = resumable_parser("scripts/verify_all --axes", __doc__)
+    parser.add_argument("--part", metavar="I/N", default="0/1", help="every Nth model from the Ith on")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks run; several share a GPU")
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    files = given.merge or ([given.json] if given.json and Path(given.json).is_file() else [])
     again, began = set(given.again.split(",")), time.perf_counter()
-    rows = {(row.model, row.layout): row for row in _read(files) if row.status not in again}  # the last word on each
+    rows = {(row.model, row.layout): row for row in _read(known_files(given)) if row.status not in again}  # the last word on each
     part, parts = (int(word) for word in given.part.split("/"))
     for name, make in () if given.merge else list(subjects())[part::parts]:
         if given.models and not any(word in name for word in given.models):

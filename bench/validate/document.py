@@ -53,10 +53,10 @@ NOTES = """
 
 Sums of gradients over more than 128 GPUs, transfers between stages of different nodes, stragglers (the slowest of n ranks is taken to
 be sqrt(2 ln n) times 0.05 % slower), offload and experts are formulas with stated or assumed constants. Matrix products and attention
-of V100, MI250X, MI300X and TPUs reach an assumed share of the peak. Sixteen-bit precisions on GPUs are counted as FSDP's mixed
-precision has them: gathered weights and activations in 16 bits. shardwise's own bfloat16 is autocast over float32 weights, which keeps sums
-along the residual stream in float32: by the same count a 3 B GPT with 5 samples of 4,096 positions a rank holds 87 GiB so and 69 GiB as
-FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is checked against published formulas
+of V100, MI250X, MI300X and TPUs reach an assumed share of the peak. `precision=bfloat16-mixed` is counted as it runs,
+with weights and activations in 16 bits, as FSDP's mixed precision has them. `precision=bfloat16` is autocast over float32 weights, which
+keeps sums along the residual stream in float32: by the same count a 3 B GPT with 5 samples of 4,096 positions a rank holds 87 GiB so and
+69 GiB as FSDP has it, 13 B with full recomputation and 10 samples 81 and 65 GiB. Memory is checked against published formulas
 (`tests/pure/cost/test_cost_memory.py`), not against measured GPUs. A layout by hand has stages of equally many layers on GPUs, as in the
 tables; plans that shardwise chooses itself balance their stages.
 
@@ -136,9 +136,9 @@ OTHERS = """
 plans
   on as many are predicted at 43.9 % (`data=16 tensor=4 pipeline=16 zero=1 schedule=zb-v`, 1,024 samples) and 46.4 % (`data=24 tensor=8
   pipeline=16 chunks=8 zero=1`, 3,072 samples): `shardwise plan gpt-175b --cluster 128xfrontier --batch 1024 --constrain
-precision=bfloat16`,
-  `shardwise plan megatron-1t --cluster 384xfrontier --batch 3072 --constrain precision=bfloat16`. They are other layouts, and the rates of
-  MI250X are assumed.
+precision=bfloat16-mixed`,
+  `shardwise plan megatron-1t --cluster 384xfrontier --batch 3072 --constrain precision=bfloat16-mixed`. They are other layouts, and the
+  rates of MI250X are assumed.
 - **SUPER** (Jain et al.): four branches at T5-Large's sizes on 1,024 V100, up to 3.05 times as fast as data parallelism; predicted 2.5
   times ([branches](decisions/branch-axis.md)).
 - **GEMS** (Jain et al., SC'20): 97.32 %; predicted 99.4 %, above.

@@ -76,7 +76,7 @@ def predicted(found: Sequence[Run]) -> list[list[float]]:
         row = []
         for stack in STACKS.values():
             at = here.with_changes(Cluster.parse(f"{run.nodes}x{NODE}{stack}"))
-            prediction = at.price(Layout.parse(f"{run.layout} precision=bfloat16")).prediction
+            prediction = at.price(Layout.parse(f"{run.layout} precision=bfloat16-mixed")).prediction
             row.append(prediction.step_time_s if prediction is not None else float("nan"))
         seconds.append(row)
     return seconds

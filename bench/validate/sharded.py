@@ -60,7 +60,7 @@ class Run:
         peak = Cluster.parse(MACHINES[gpu]).device.peak("bfloat16")
         flops = 6.0 * int(row["parameters"]) + 12.0 * sizes["layers"] * sizes["hidden"] * sequence
         layout = Layout(
-            data=gpus, zero=STAGES[row["sharding"]], microbatches=int(row["accumulation"]), precision="bfloat16",
+            data=gpus, zero=STAGES[row["sharding"]], microbatches=int(row["accumulation"]), precision="bfloat16-mixed",
             recompute="full" if again else "none",
         )  # fmt: skip
         seconds = batch * sequence * flops / (gpus * peak * 0.01 * float(row["mfu_pct"]))

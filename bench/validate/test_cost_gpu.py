@@ -220,7 +220,7 @@ def held(layers: int, hidden: int, heads: int, samples: int, recompute: str) -> 
     """On each of 8 A100 of 80 GB under ZeRO-3, 4,096 positions, GPT-NeoX's vocabulary."""
     graph = gpt(layers, hidden, heads, 4096, 50368, 8)
     p = Pricer(graph, Cluster.parse("dgx-a100-80"), 8 * samples)
-    layout = Layout(data=8, zero=3, precision="bfloat16", recompute=recompute)
+    layout = Layout(data=8, zero=3, precision="bfloat16-mixed", recompute=recompute)
     prediction = p.predict(layout, p.stages(layout), [])
     p.check_memory(layout, prediction)  # both ran, and fit: mosaicml/llm-foundry, scripts/train/benchmarking
     return prediction.memory

@@ -84,8 +84,7 @@ class Device:
             Infeasible: the device does not have it.
         """
         peaks = dict(self.peak_flops)
-        if precision in LAYOUTS and LAYOUTS[precision].held_dtype:  # the same products, of weights that need no cast
-            precision = LAYOUTS[precision].product_dtype
+        precision = LAYOUTS[precision].device_precision if precision in LAYOUTS else precision
         elsewhere = KINDS[self.kind].substitutes_precisions and precision in LAYOUTS
         peak = peaks.get(precision, peaks.get(LAYOUTS[precision].substitute) if elsewhere else None)
         if peak is None:

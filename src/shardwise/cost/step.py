@@ -27,10 +27,10 @@ from shardwise.cost.stages.gradients import MIN_GAIN, best_bucket_bytes, gradien
 from shardwise.cost.stages.section_cache import CostClasses, SectionCache
 from shardwise.cost.stages.stage import StageCost, combine_stage_memory
 from shardwise.errors import Infeasible
+from shardwise.model.chunked_loss import find_chunkable_losses
 from shardwise.model.dims.labels import expert_weights
 from shardwise.model.graph import running_statistics_of
 from shardwise.model.stages.stages import Stage, StageCut, batch_only_operators, split, stage_cuts
-from shardwise.model.work import MATMUL_KINDS
 from shardwise.plan.ir.axis import DATA
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import BUCKET_BYTES, MemoryBreakdown, Prediction
@@ -51,7 +51,7 @@ class Pricer(OperatorPricer):
     """Cost model of the layouts of one graph on one cluster for one batch, from operators up."""
 
     balanced_sites: dict[tuple[object, ...], tuple[str, ...]] = field(default_factory=dict)  # first operators of balanced stages, by layout
-    cut_candidates: dict[int, list[StageCut]] = field(default_factory=dict)  # cuts that the search tries, by the number it needs
+    cut_candidates: dict[tuple[int, bool], list[StageCut]] = field(default_factory=dict)  # cuts that are tried, by number
     send_bounds: dict[tuple[object, ...], float] = field(default_factory=dict)  # lower bounds of send times, by layout
     first_rank: int = 0  # first rank of this part of a heterogeneous cluster
     _kinds: dict[tuple[object, ...], CostClasses] = field(default_factory=dict)
@@ -67,14 +67,21 @@ class Pricer(OperatorPricer):
         """Positions at which a stage may begin, without the graph's first operator."""
         return tuple(cut for cut in stage_cuts(self.graph) if cut.index > 0)
 
-    def cuts_of(self, layout: Layout) -> tuple[StageCut, ...]:
-        """Return the cuts that a layout allows: none inside a region of branches, which ranks of one stage run in parallel."""
-        sharding = self.sharding(layout)
-        if sharding is None or not sharding.regions:
-            return self.cuts
-        position = {op.name: i for i, op in enumerate(self.graph.operators)}
-        spans = [(min(positions), max(positions)) for r in sharding.regions if (positions := [position[name] for name in r.rank_of])]
+    @cached_property
+    def chunked_cuts(self) -> tuple[StageCut, ...]:
+        """The same with losses in chunks: none between the layer that computes logits and the loss."""
+        position, losses = self.operator_facts.position, find_chunkable_losses(self.graph)
+        spans = [(position[loss.linear.name], position[loss.loss.name]) for loss in losses]
         return tuple(cut for cut in self.cuts if not any(first < cut.index <= last for first, last in spans))
+
+    def cuts_of(self, layout: Layout) -> tuple[StageCut, ...]:
+        """Return the cuts that a layout allows: none inside a region of branches, which ranks of one stage run in parallel,
+        and none inside a loss in chunks."""
+        sharding, position = self.sharding(layout), self.operator_facts.position
+        regions = () if sharding is None else sharding.regions
+        spans = [(min(positions), max(positions)) for r in regions if (positions := [position[name] for name in r.rank_of])]
+        cuts = self.cuts if layout.loss_chunks == 1 else self.chunked_cuts
+        return cuts if not spans else tuple(cut for cut in cuts if not any(first < cut.index <= last for first, last in spans))
 
     def with_changes(self, stack: EfficiencySet | None = None, batch_size: int = 0) -> Pricer:
         """Return a pricer with another efficiency set or batch size; what depends on the graph alone is shared."""
@@ -170,13 +177,17 @@ class Pricer(OperatorPricer):
         return self._splits[key]
 
     def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> SectionCache:
-        half, cutting = self.devices.is_half(layout), (*self._canonical_key(layout), self.devices.is_cast(layout))
+        half, cutting = self.devices.is_half(layout), (*self._canonical_key(layout), self.devices.cast_mode(layout), layout.loss_chunks)
         key = (*cutting, half, sites)
         if key not in self._sections:
             if cutting not in self._kinds:
                 inventory = self.inventory_in_precision(layout)
                 self._kinds[cutting] = CostClasses(
-                    inventory, self.sharding(layout), self.cast_sharded_inventory(layout), self._experts, self.weighted
+                    inventory,
+                    self.sharding(layout),
+                    self.cast_sharded_inventory(layout),
+                    self._experts,
+                    self.weighted_under(layout),
                 )
             self._sections[key] = SectionCache(self._kinds[cutting], self.stages_at(sites), half)
         return self._sections[key]
@@ -271,7 +282,8 @@ class Pricer(OperatorPricer):
         """Return what the base costs of stages depend on."""
         return (
             *self._canonical_key(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
-            layout.batch_norm, layout.shares, tuple(sites), self._pipeline_positions(layout), layout.begins,
+            layout.shard, layout.batch_norm, layout.shares, tuple(sites), self._pipeline_positions(layout), layout.begins,
+            layout.loss_chunks,
         )  # fmt: skip
 
     def _pipeline_positions(self, layout: Layout) -> tuple[int, ...]:
@@ -289,13 +301,6 @@ class Pricer(OperatorPricer):
             numbers.append(firsts.setdefault((first[i], distances), i))
         return numbers
 
-    @cached_property
-    def weighted(self) -> NDArray[np.bool_]:
-        """[operator] -> whether it is a matrix product with a trainable weight."""
-        trained = {v.value for v in self.graph.parameters if v.trainable and len(v.tensor.shape) > 1}
-        works, operators = self.inventory.works, self.graph.operators
-        return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
-
     def _seconds(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> tuple[Seconds, Seconds, float, float]:
         """Return (compute, collectives) of a stage for one microbatch, and (gradient reduction, optimizer) of a step."""
         busy, network = base.compute, base.collectives
@@ -309,7 +314,7 @@ class Pricer(OperatorPricer):
             busy = self.devices.copies(layout).with_copies(busy, self._state(layout, base, bucket).offloaded_bytes)
         optimizer = self._optimizer_s(layout, base)
         summing, inside = self._reduction_s(layout, index, base, busy, network, bucket)
-        widths = self.devices.widths(layout.precision)
+        widths = self.devices.widths(layout)
         summing += replica_reduction_s(self, layout, index, base.gradient_volume, widths) + self._statistics_s(layout)
         network += inside
         if network.total > 0:  # ranks synchronise inside layers
@@ -320,7 +325,8 @@ class Pricer(OperatorPricer):
     def _optimizer_s(self, layout: Layout, base: StageBaseCost) -> float:
         """Seconds of a stage's update."""
         trained = base.state.num_trainable
-        updated = (trained + base.state.num_remote_experts) / layout.weight_ranks if layout.zero else trained / max(1, layout.servers)
+        num_sharing = layout.weight_ranks // layout.zero_groups
+        updated = (trained + base.state.num_remote_experts) / num_sharing if layout.zero else trained / max(1, layout.servers)
         return self.devices.optimizer_s(layout, updated, self.optimizer_states)
 
     def _reduction_s(
@@ -328,11 +334,12 @@ class Pricer(OperatorPricer):
     ) -> tuple[float, Seconds]:
         """Return (exposed seconds of a stage's gradient reduction, exposed collectives of every microbatch), beside `busy` seconds of
         compute and `network` seconds of collectives inside layers."""
-        # Reductions of every chunk but the first overlap with the backward of the other chunks of p microbatches.
+        # Reductions of every chunk but the first overlap with the backward of the other chunks of p microbatches,
         backward_s = busy.backward + network.backward
-        window = backward_s * (layout.pipeline if index >= layout.pipeline else 1)
+        num_computes = layout.pipeline if index >= layout.pipeline else 1  # and gathers with the forward
+        window = Seconds(num_computes * (busy.forward + network.forward), num_computes * backward_s)
         step = layout.microbatches * (busy + network).total + self._optimizer_s(layout, base)
-        widths = self.devices.widths(layout.precision)
+        widths = self.devices.widths(layout)
         return gradient_reduction_s(self, layout, base.gradient_volume, widths, bucket, window, backward_s, step)
 
     def _statistics_s(self, layout: Layout) -> float:
@@ -351,14 +358,14 @@ class Pricer(OperatorPricer):
     def _state(self, layout: Layout, base: StageBaseCost, bucket: float) -> StageState:
         drops_scores = layout.recompute == "selective" and self.devices.recomputes_by_operator
         by_layer = layout.recomputes_layers or layout.offloads_layers or drops_scores
-        elements = bucket / self.devices.widths(layout.precision).gradient
+        elements = bucket / self.devices.widths(layout).gradient
         return base.by_layer(layout.residency, elements) if by_layer else base.state_with(elements)
 
     def _memory(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> StageMemory:
         state = replace(self._state(layout, base, bucket), bucket_bytes=bucket)
         defers_weights = (layout.recomputes_layers or layout.offloads_layers) and schedule_of(layout).splits_backward
         return memory_of(
-            state, layout, index, self.devices.widths(layout.precision),
+            state, layout, index, self.devices.widths(layout),
             scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
             deferred_bytes=max(0.0, base.state.saved_bytes - state.saved_bytes) if defers_weights else 0.0,
             num_host_replicas=split_by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,

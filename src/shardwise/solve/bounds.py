@@ -170,12 +170,14 @@ def layout_lower_bound_s(pricer: Pricer, layout: Layout, is_interleaved: bool) -
 
 def state_bytes_lower_bound(pricer: Pricer, layout: Layout) -> float:
     """Bytes of weights, gradients and optimizer on the fullest rank, at the least: those of an even division."""
-    widths = pricer.devices.widths(layout.precision)
+    widths = pricer.devices.widths(layout)
     copies = 0.0 if layout.offloads_optimizer else widths.copies + widths.moment * pricer.optimizer_states
     count = pricer.graph.num_parameters / (sum(tensor for _, tensor in layout.stage_sizes) * layout.branch)
     if layout.expert > 1:
         count /= layout.expert
-    return state_bytes(count, layout.zero, layout.replicas if layout.inner else layout.data, widths.weight, widths.gradient, copies)
+    return state_bytes(
+        count, layout.zero, layout.replicas if layout.inner else layout.data // layout.zero_groups, widths.weight, widths.gradient, copies
+    )
 
 
 def largest_device_memory(pricer: Pricer, layout: Layout) -> float:

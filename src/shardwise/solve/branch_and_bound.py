@@ -29,9 +29,9 @@ from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.ir.axis import PIPELINE
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import LayoutCandidate
-from shardwise.plan.residency import strip_layers
+from shardwise.plan.residency import CHEAP, strip_layers
 from shardwise.schedules import schedule_of
-from shardwise.solve.activation_memory.choose import added_time_lower_bound_s, price_with_activation_memory, with_fewest_recomputed_segments
+from shardwise.solve.activation_memory.choose import added_time_lower_bound_s, price_with_activation_memory, with_fewest_recomputed_layers
 from shardwise.solve.activation_memory.residency import KEEP, OFFLOAD, RECOMPUTE
 from shardwise.solve.bounds import (
     base_lower_bound_s,
@@ -43,13 +43,15 @@ from shardwise.solve.bounds import (
 )
 from shardwise.solve.checks import check_layers, check_layout, check_priced
 from shardwise.solve.constraints import Constraint
-from shardwise.solve.memory_options import MemoryOptionTable, dominates, first_rank_bytes, with_memory_options, with_segment_of_one
+from shardwise.solve.memory_options import MemoryOptionTable, first_rank_bytes, is_dominated_by, with_memory_options, with_segment_of_one
+from shardwise.solve.moves.chunked_losses import MAX_CHUNKED_BASES, bases_to_chunk, other_choices, other_chunk_counts
 from shardwise.solve.moves.grids import (
     arrange_in_grids,
     multi_node_grid_spaces,
     other_microbatch_counts,
     unpriced_meshes,
     with_adjacent_stages,
+    with_shards_in_nodes,
 )
 from shardwise.solve.moves.submeshes import submesh_bases
 from shardwise.solve.reasons import num_differences
@@ -57,6 +59,7 @@ from shardwise.solve.score import objective_value, score_plan
 from shardwise.solve.space import SearchSpace, smaller_rank_counts
 
 MAX_PROMISING_BASES, MAX_FIRST_BASES = 16, 2  # bases that look promising, and those of them that are priced first
+MAX_CHEAP_LAYOUTS = 2  # layouts with recompute=cheap of which fewer layers are recomputed
 MAX_SEGMENT_LAYOUTS = 2  # layouts with segments of which fewer layers are recomputed
 MAX_MEMORY_TRIALS = 24  # layouts that fit by recomputing or offloading all layers, for which fewer are tried
 # Smaller numbers of ranks that are tried, where FLOPs alone take at most that fraction of the best step.
@@ -156,6 +159,15 @@ class BranchAndBound:
             yield from (shared for shared in (base, balance_shares(self.pricer, base)) if shared is not None)
         yield from submesh_bases(space)
 
+    def chunk_losses(self) -> None:
+        """Search bases that memory binds again with their losses in chunks; of those left out the bound is that without."""
+        bases = sorted(item for item in self._all_bases if self.best is None or item[0] <= self._best_value)
+        chunked = bases_to_chunk(self.pricer, self.space, bases, list(self.timed_layouts), self._cannot_win)
+        for number, (bound_s, base, interleaved) in enumerate(chunked):
+            self.bound_s = min(self.bound_s or INFINITE, self._expand(base, interleaved) if number < MAX_CHUNKED_BASES else bound_s)
+        for other in other_chunk_counts(self.space, self.best):
+            self._price_layout(other)
+
     def refine_activation_memory(self) -> None:
         """Offload or recompute the fewest layers that it takes where all would be, for layouts whose bounds do not rule them out.
 
@@ -197,6 +209,16 @@ class BranchAndBound:
         self.bound_s = min(self.bound_s, lowest_passed, queue[0][0] if queue else INFINITE)
         if admitted[RECOMPUTE]:
             self._refine_segments()
+        if self.space.admits("recompute", CHEAP) and not self.space.is_requested("recompute", CHEAP):
+            self._refine_cheap_layers()
+
+    def _refine_cheap_layers(self) -> None:
+        """Recompute cheap operators of the fewest layers that it takes where those of all are recomputed."""
+        by_time = sorted((p for p in self.timed_layouts if p.layout.recompute == CHEAP), key=lambda p: p.prediction.step_time_s)
+        for one in by_time[:MAX_CHEAP_LAYOUTS]:
+            priced = None if one.layout.inner else with_fewest_recomputed_layers(self.pricer, one.layout)
+            if priced is not None:
+                self._simulate(priced)
 
     def _refine_segments(self) -> None:
         """Recompute the fewest layers that it takes where all are recomputed in segments. No choice of layers takes less than
@@ -207,7 +229,7 @@ class BranchAndBound:
         for base in list(dict.fromkeys(with_segment_of_one(p.layout) for p in by_time))[:MAX_SEGMENT_LAYOUTS]:
             bound_s = layout_lower_bound_s(self.pricer, replace(base, recompute="none"), not has_fill_drain_bubble(base))
             for segment in self.space.segments("full", base.offload) if not self._cannot_win(base, bound_s) else ():
-                priced = with_fewest_recomputed_segments(self.pricer, replace(base, segment=segment)) if segment > 1 else None
+                priced = with_fewest_recomputed_layers(self.pricer, replace(base, segment=segment)) if segment > 1 else None
                 if priced is not None:
                     self._simulate(priced)
 
@@ -239,6 +261,9 @@ class BranchAndBound:
             return
         if self.space.admits("neighbours", PIPELINE):
             for layout in with_adjacent_stages(self.pricer.cluster, list(self.timed_layouts), self._cannot_win):
+                self.bound_s = min(self.bound_s, self._price_layout(layout) or self.bound_s)
+        for layout in with_shards_in_nodes(self.pricer.cluster, list(self.timed_layouts)):
+            if self.space.admits("shard", layout.shard):
                 self.bound_s = min(self.bound_s, self._price_layout(layout) or self.bound_s)
         if self.space.grid is not None:
             return
@@ -310,6 +335,8 @@ class BranchAndBound:
                 for _, _, base, _ in nearest[:2]:
                     if self._price_simplest(base):
                         break
+        for other in other_choices(best_layout, self.space):
+            self._price_layout(other, must_simulate=True)
         priced_layouts = {p.layout for p in self.timed_layouts}
         for variant in self.space.variants(
             replace(best_layout, schedule="1f1b", chunks=1, zero=0, recompute="none", segment=1, offload="none", lend=self.space.lend)
@@ -329,12 +356,10 @@ class BranchAndBound:
     def _objective_bound(self, base: Layout, seconds: float) -> tuple[float, ...]:
         if self.objective == "memory":
             zero = max((z for z in range(4) if self.space.admits("zero", z)), default=0) if base.replicas > 1 else 0
-            offload = (
-                "all" if any(strip_layers("offload", o) in ("optimizer", "all") for o in self.space.admitted_words("offload")) else "none"
-            )
-            return (
-                state_bytes_lower_bound(self.pricer, replace(base, zero=zero, offload=offload, compress="none", staleness=0, servers=0)),
-            )
+            offloads = {strip_layers("offload", o) for o in self.space.admitted_words("offload")}
+            offload = "none" if offloads.isdisjoint(("optimizer", "all")) else "all"
+            smallest = replace(base, zero=zero, offload=offload, compress="none", staleness=0, servers=0)
+            return (state_bytes_lower_bound(self.pricer, smallest),)
         return (objective_value(base, seconds, self.pricer.cluster, self.objective),)
 
     def _expand(self, base: Layout, is_interleaved: bool) -> float:
@@ -359,7 +384,7 @@ class BranchAndBound:
                     bound_s = max(bound_s, bounds[with_recompute])
                 if not self._cannot_win(base, bound_s):
                     candidate = with_memory_options(schedule, options)
-                    if self.objective != "memory" and any(dominates(other, candidate) for other in fitting):
+                    if self.objective != "memory" and any(is_dominated_by(candidate, other) for other in fitting):
                         continue
                     step_s = self._price_layout(candidate)
                     if step_s is None:

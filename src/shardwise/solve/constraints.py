@@ -127,7 +127,7 @@ def _check_satisfiable(constraints: Sequence[Constraint]) -> None:
             values = [*CHOICES[key], *(c.value for c in of_key)]
         else:
             named = [c.value for c in of_key if isinstance(c.value, int)]
-            minimum = 0 if key in ("zero", "threads", "staleness", "servers") else 1
+            minimum = 0 if key in ("zero", "threads", "staleness", "servers", "shard") else 1
             values = sorted({minimum, *(max(minimum, v + d) for v in named for d in (-1, 0, 1))})
             values = [v for v in values if isinstance(v, int) and (key != "zero" or v <= 3)]
         if not any(all(c.admits(v) for c in of_key) for v in values):

@@ -9,7 +9,7 @@ from shardwise.cost.step import Pricer, combine_stage_memory
 from shardwise.cost.step_time.timing import balanced_sites
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.layout import Layout
-from shardwise.plan.residency import RECOMPUTE_KINDS
+from shardwise.plan.residency import CHEAP, RECOMPUTE_KINDS
 from shardwise.schedules import schedule_of
 from shardwise.solve.bounds import largest_device_memory, largest_tensor_memory, layout_lower_bound_s, state_bytes_lower_bound
 from shardwise.solve.space import SearchSpace
@@ -83,11 +83,12 @@ def with_segment_of_one(layout: Layout) -> Layout:
     return replace(layout, segment=1) if layout.segment > 1 else layout
 
 
-def dominates(other: Layout, layout: Layout) -> bool:
+def is_dominated_by(layout: Layout, other: Layout) -> bool:
     """Return whether `layout` only saves memory where `other` does not, at no less time: it recomputes more, or offloads activations.
 
     ZeRO stages and an optimizer on the host may each be the faster, so none of them dominates another.
     """
     at_least_offloaded = {"none": ("none", "activations"), "optimizer": ("optimizer", "all")}.get(other.offload, (other.offload,))
-    recomputes_more = RECOMPUTE_KINDS.index(other.residency.recompute.kind) <= RECOMPUTE_KINDS.index(layout.residency.recompute.kind)
+    kinds = other.residency.recompute.kind, layout.residency.recompute.kind
+    recomputes_more = RECOMPUTE_KINDS.index(kinds[0]) <= RECOMPUTE_KINDS.index(kinds[1]) and kinds != ("selective", CHEAP)
     return recomputes_more and layout.offload in at_least_offloaded and other.zero == layout.zero

@@ -18,7 +18,8 @@ from shardwise.units import format_bytes, format_seconds
 MAX_SHOWN = 12  # candidates that the plan lists
 EXPLAINED_KEYS = (
     "inner", "data", "branch", "neighbours", "tensor", "context", "attention", "spatial", "grid", "sequence_parallel", "sample_parallel",
-    "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "recompute", "segment", "offload", "precision", "threads",
+    "pipeline", "microbatches", "schedule", "chunks", "expert", "zero", "shard", "recompute", "segment", "offload", "precision", "threads",
+    "scatter", "loss_chunks",
 )  # fmt: skip
 # Part of the step time that each key affects most, with its words.
 STEP_PART_OF_KEY = {
@@ -35,6 +36,8 @@ STEP_PART_OF_KEY = {
     "precision": ("compute", "compute"),
     "threads": ("compute", "compute"),
     "zero": ("optimizer", "the optimizer"),
+    "scatter": ("gradients", "summing gradients"),
+    "shard": ("gradients", "summing gradients"),
     "recompute": ("compute", "compute"),
     "schedule": ("pipeline", "the pipeline's bubble and transfers"),
     "chunks": ("pipeline", "the pipeline's bubble and transfers"),
@@ -43,6 +46,7 @@ STEP_PART_OF_KEY = {
     "sample_parallel": ("tensor", "collectives inside layers"),
     "expert": ("tensor", "collectives inside layers"),
     "offload": ("compute", "compute"),
+    "loss_chunks": ("compute", "compute"),
 }
 
 

@@ -221,6 +221,7 @@ def _search_layouts(pricer: Pricer, limits: Sequence[Constraint], objective: str
     space.check()
     branches = BranchAndBound(pricer, space, objective)
     branches.run()
+    branches.chunk_losses()
     branches.refine_activation_memory()
     branches.arrange_ranks()
     return branches

@@ -25,6 +25,7 @@ from shardwise.plan.compatibility import COMPILE_WITH, INNER_WITH, STALE_WITH
 from shardwise.plan.ir.axis import ATTENTION, BRANCH, DATA, PIPELINE, spatial_ranks
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.grid import parse_grid
+from shardwise.plan.ir.precision import MIXED
 from shardwise.plan.ir.precision import PRECISIONS as KNOWN
 from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
 from shardwise.plan.layout import Layout
@@ -127,7 +128,7 @@ class SearchSpace:
     @property
     def all_reduce(self) -> str:
         """Name of the all-reduce algorithm for gradients: the first that is admitted, since nothing else depends on it."""
-        return next(name for name in CHOICES["all_reduce"] if self.admits("all_reduce", name))
+        return self._first_admitted("all_reduce")
 
     @property
     def compress(self) -> str:
@@ -142,7 +143,10 @@ class SearchSpace:
     @property
     def lend(self) -> str:
         """Value of `lend`: the first that is admitted."""
-        return next(word for word in CHOICES["lend"] if self.admits("lend", word))
+        return self._first_admitted("lend")
+
+    def _first_admitted(self, key: str) -> str:
+        return next(word for word in CHOICES[key] if self.admits(key, word))
 
     @property
     def batch_norm(self) -> str:
@@ -173,13 +177,16 @@ class SearchSpace:
             have += [name for name, precision in KNOWN.items() if precision.substitute and self.is_requested("precision", name)]
         if have == ["float64"]:
             return have
-        have += [name for name, one in KNOWN.items() if one.held_dtype and one.product_dtype in have]
+        have += [name for name, one in KNOWN.items() if one.device_precision != name and one.device_precision in have]
         for name in set(KNOWN) - set(PRECISIONS):
             if self.is_requested("precision", name):
                 return [name] if name in have else []
         usable = [p for p in PRECISIONS if p in have and self.admits("precision", p)]
         # bfloat16 needs no loss scaling, so float16 is tried only where the device has no bfloat16.
-        return [p for p in usable if p != "float16" or "bfloat16" not in usable]
+        usable = [p for p in usable if p != "float16" or "bfloat16" not in usable]
+        # On GPUs weights of 16 bits take less room and no casts; the main weights are the optimizer's, which servers do not have.
+        holds_narrow = not self.cluster.kind.shares_hosts and self.admits("precision", MIXED) and not self.min_admitted("servers")
+        return [MIXED if p == "bfloat16" and holds_narrow else p for p in usable]
 
     def bases(self) -> Iterator[Layout]:
         """Yield every combination of what operators' seconds depend on, most ranks first."""
@@ -202,6 +209,8 @@ class SearchSpace:
         return replace(
             layout, compress=self.compress, staleness=self.min_admitted("staleness"), lend=self.lend, batch_norm=self.batch_norm,
             servers=self.min_admitted("servers"), compile="on" if self.is_requested("compile", "on") else "off",
+            gradients=self._first_admitted("gradients"), scatter=self._first_admitted("scatter"),
+            loss_chunks=max(1, self.min_admitted("loss_chunks")), shard=next((int(n) for n in self._requested("shard")), 0),
         )  # fmt: skip
 
     def _meshes(self, ranks: int) -> Iterator[Layout]:
@@ -339,8 +348,10 @@ class SearchSpace:
         yield from (replace(base, schedule=name) for name in other_names if self._includes_schedule(name, base))
 
     def _divides_layers(self, stages: int) -> bool:
-        """Return whether so many stages have nearly equal numbers of layers."""
-        return stages <= self.num_chunks and -(-self.num_chunks // stages) * stages <= MAX_LAYER_IMBALANCE * self.num_chunks
+        """Return whether so many stages have nearly equal numbers of layers; or one each, before and after them what is no layer."""
+        if stages > self.num_chunks:
+            return stages <= min(self.num_chunks + 2, self.num_layers)
+        return -(-self.num_chunks // stages) * stages <= MAX_LAYER_IMBALANCE * self.num_chunks
 
     def _includes_schedule(self, name: str, base: Layout) -> bool:
         """Return whether a schedule with a split backward, or a bidirectional one, is searched for this base.

@@ -38,7 +38,7 @@ def straggler_steps(pricer: Pricer, priced: PricedLayout, steps: int, mean_delay
 
 def exchange_of(pricer: Pricer, priced: PricedLayout) -> ServerExchange:
     """Return the cost of exchanging a step's gradients and weights, overlapped or not."""
-    layout, widths = priced.layout, pricer.devices.widths(priced.layout.precision)
+    layout, widths = priced.layout, pricer.devices.widths(priced.layout)
     count = pricer.graph.num_trainable // (layout.tensor * layout.pipeline)
     update_s, group = dict(priced.prediction.parts)["optimizer"], pricer.group(layout, DATA)
     exchange = ServerExchange(layout.staleness, pricer.collective("all_reduce", widths.gradient * count, group), 0.0, update_s)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.memory.memory import state_bytes
 from shardwise.errors import Infeasible
+from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan, check_uncaptured
 from shardwise.solve.checks import check_layout
@@ -42,7 +43,8 @@ def plan_without_graph(
     """
     limits = parse_constraints(constraints)
     defaults = {"tensor": 1, "pipeline": 1, "microbatches": 1, "recompute": "none", "offload": "none"}
-    searched = (one for one in iterate_layouts(cluster, batch_size, limits) if one.zero <= 1 and batch_size % one.data == 0)
+    found = (one for one in iterate_layouts(cluster, batch_size, limits) if one.zero <= 1 and batch_size % one.data == 0)
+    searched = (replace(one, precision=PRECISIONS[one.precision].product_precision) for one in found)  # it runs whole, on its own weights
     allowed = [one for one in searched if all(getattr(one, k) == v for k, v in defaults.items())] if layout is None else [layout]
     if not allowed:
         raise Infeasible(

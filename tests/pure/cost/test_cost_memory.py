@@ -81,7 +81,7 @@ def test_widths_by_precision_and_device() -> None:
     gpus = devices_of(Cluster.parse("dgx-a100-80"), EfficiencySet("own", gradient_bytes=2.0))
 
     def total(devices: Devices, precision: str) -> float:
-        w = devices.widths(precision)
+        w = devices.widths(Layout(precision=precision))
         return w.weight + w.gradient + w.copies + 2 * w.moment
 
     assert [total(one, "float32") for one in (cores, gpus)] == [16, 16]

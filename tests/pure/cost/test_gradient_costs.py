@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.cluster.cluster import Cluster, ClusterLevel, Device, NetworkLink
 from shardwise.cost.calibration.efficiency import stack_of
+from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.devices import Widths
 from shardwise.cost.network.collectives import algorithm_times
 from shardwise.cost.network.network import RankGroup, collective_s
@@ -24,6 +25,7 @@ from shardwise.cost.stages.gradients import (
 )
 from shardwise.cost.step import Pricer
 from shardwise.errors import Infeasible, LayoutError
+from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.compression import Compression
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import BUCKET_BYTES, Plan, Prediction
@@ -292,11 +294,11 @@ def test_the_sum_of_tied_weights_alone_hides_behind_a_backward() -> None:
     """A pipeline without replicas has no buckets of gradients, and one sum where stages share a weight."""
     cluster, layout = Cluster.parse("1xdgx-h100"), Layout(pipeline=2, microbatches=4)
     pricer = Pricer(BIG, cluster, 8, stack=replace(stack_of(cluster.device), overlap=0.8))
-    sums, widths = GradientVolume((), 1e8, 2e8), pricer.devices.widths(layout.precision)
+    sums, widths = GradientVolume((), 1e8, 2e8), pricer.devices.widths(layout)
     whole = pricer.collective("all_reduce", widths.gradient * 1e8, RankGroup(2, 1, 2))
     assert whole > 0
     for window_s in (0.0, 0.5 * whole, 3 * whole):
-        shown, inside = gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, window_s, 1.0)
+        shown, inside = gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, Seconds(0.0, window_s), 1.0)
         hidden = min(whole, 0.8 * window_s)
         assert shown == pytest.approx(whole - hidden + pricer.devices.contention * hidden)
         assert inside.total == 0.0
@@ -306,9 +308,34 @@ def test_between_processors_the_sum_of_tied_weights_hides_behind_nothing() -> No
     """An embedding's gradient is complete with the last backward; the sum crosses whatever joins the stages' hosts."""
     for bytes_per_s in (1e9, 25e6):
         pricer, layout = Pricer(BIG, hosts(1e-4, bytes_per_s, 2), 8), Layout(pipeline=2, microbatches=4)
-        sums, widths = GradientVolume((), 1e6, 2e6), pricer.devices.widths(layout.precision)
+        sums, widths = GradientVolume((), 1e6, 2e6), pricer.devices.widths(layout)
         whole = pricer.collective("all_reduce", widths.gradient * 1e6, RankGroup(2, 1, 2))
         assert whole >= widths.gradient * 1e6 / bytes_per_s
         for window_s in (0.0, 3 * whole):
-            assert gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, window_s, 1.0)[0] == pytest.approx(whole)
-        assert gradient_reduction_s(pricer, layout, GradientVolume((), 0.0, 2e6), widths, BUCKET_BYTES, 0.0, 1.0)[0] == 0.0
+            assert gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, Seconds(0.0, window_s), 1.0)[0] == pytest.approx(whole)
+        assert gradient_reduction_s(pricer, layout, GradientVolume((), 0.0, 2e6), widths, BUCKET_BYTES, Seconds(), 1.0)[0] == 0.0
+
+
+def test_gathers_of_updated_weights_hide_behind_a_forward_but_for_the_first_bucket() -> None:
+    """ZeRO-1: the simulated end of a forward whose layers each wait for one of N equal gathers, which run one after another."""
+    cluster, num_buckets = Cluster.parse("2xdgx-h100"), 5
+    pricer = Pricer(BIG, cluster, 16, stack=replace(stack_of(cluster.device), overlap=1.0, contention=0.0))
+    layout = Layout(data=16, zero=1)
+    widths = pricer.devices.widths(layout)
+    count = num_buckets * BUCKET_BYTES / widths.gradient
+    sums = GradientVolume((((DATA,), count),), 0.0, count)
+    gathers_s = pricer.collective("all_gather", widths.weight * count, pricer.group(layout, DATA))
+    each = gathers_s / num_buckets
+    sums_only = gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, Seconds(1e9, 1e9), 1.0)[0] - each
+    for forward_s in (0.3 * gathers_s, 0.9 * gathers_s, 3 * gathers_s):
+        arrived = end = 0.0
+        for _ in range(num_buckets):
+            arrived += each
+            end = max(end, arrived) + forward_s / num_buckets
+        shown = gradient_reduction_s(pricer, layout, sums, widths, BUCKET_BYTES, Seconds(forward_s, 1e9), 1.0)[0] - sums_only
+        # The formula knows no layers: it may be off by what one layer computes.
+        assert end - forward_s - forward_s / num_buckets - 1e-9 <= shown <= end - forward_s + 1e-9
+    on_host = replace(layout, offload="optimizer")
+    assert gradient_reduction_s(pricer, on_host, sums, widths, BUCKET_BYTES, Seconds(1e9, 1e9), 1.0)[0] == pytest.approx(
+        sums_only + gathers_s
+    )

@@ -71,7 +71,12 @@ def test_inner_layouts_and_memory_choices_are_priced_as_by_name(data: st.DataObj
         offload=data.draw(st.sampled_from(["none", "optimizer"])),
     )  # fmt: skip
     pricer = Pricer(gpt(8), GPUS, 4 * m * layout.data)
-    assert simulate_time(pricer, price(pricer, own(layout, False))).prediction == simulate_time(pricer, price(pricer, layout)).prediction
+    written, named = (simulate_time(pricer, price(pricer, one)).prediction for one in (own(layout, False), layout))
+    if layout.zero in (1, 2):  # updated weights are waited for before the first action of a schedule of one's own
+        assert written.step_time_s >= named.step_time_s
+        assert written.memory == named.memory
+    else:
+        assert written == named
 
 
 @pytest.mark.parametrize("name", NAMES)

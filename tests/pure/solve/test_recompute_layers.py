@@ -50,8 +50,8 @@ def test_a_word_names_layers(word: str, stage: int, want: list[str]) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("full:", "only full takes layers"),
-        ("selective:2", "only full takes layers"),
+        ("full:", "only full and cheap take layers"),
+        ("selective:2", "only full and cheap take layers"),
         ("full:0", "recomputes no layer; use recompute=none"),
         ("full:0/0", "recomputes no layer"),
         ("full:h.0+", "layers are counts by stage"),

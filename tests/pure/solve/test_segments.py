@@ -40,8 +40,8 @@ def test_only_what_is_repeated_goes_together_and_no_more_than_the_length(row: li
     ("words", "said"),
     [
         ("segment=0", "segment=0; it counts something"),
-        ("segment=2", "recompute=none recomputes none; use recompute=full"),
-        ("segment=2 recompute=selective", "recompute=selective recomputes none"),
+        ("segment=2", "recompute=none recomputes no whole ones; use recompute=full"),
+        ("segment=2 recompute=selective", "recompute=selective recomputes no whole ones"),
         ("segment=2 recompute=full offload=activations", "offload=activations is not supported; use offload=none or optimizer"),
         ("segment=2 recompute=full:1 offload=all:1", "offload=all:1 is not supported"),
         ("segment=2 recompute=full data=2 zero=3", "zero=3 is not supported"),

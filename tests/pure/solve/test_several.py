@@ -103,9 +103,9 @@ def test_no_clock_is_below_the_bound_of_an_interleaved_pipeline(microbatches: in
 
 
 def test_the_planner_repeats_some_layers_of_an_interleaved_pipeline() -> None:
-    """Where repeating all layers leaves memory unused it was all or nothing; now as many as it takes, faster, within the memory."""
+    """Where repeating all layers leaves memory unused, as many are repeated as it takes, faster, within the memory."""
     asked = "data=1 tensor=1 pipeline=2 schedule=interleaved chunks=2 microbatches=8 zero=0 offload=none precision=float32"
-    pricer, _ = between(Layout(pipeline=2, microbatches=8, schedule="interleaved", chunks=2), 0.6)
+    pricer, _ = between(Layout(pipeline=2, microbatches=8, schedule="interleaved", chunks=2), 0.4)  # cheap operators alone do not fit
     have = pricer.cluster.device.memory_bytes
     plan = search(gpt(6), cluster(have), 8, "gpt", asked)
     full = search(gpt(6), cluster(have), 8, "gpt", f"{asked} recompute=full")

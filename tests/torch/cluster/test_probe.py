@@ -40,7 +40,9 @@ from shardwise.cost.devices.compute import RankRates, block_work
 from shardwise.cost.network.collectives import algorithm_times, choose_algorithms
 from shardwise.cost.network.network import RankGroup
 from shardwise.model.work import OperatorWork, operator_work
+from shardwise.world.launch.launch import Launcher, LaunchOptions
 from shardwise.world.matmul_backend import PRECISIONS, PRODUCTS, load_or_measure_timings
+from shardwise.world.world import TRANSPORT, World
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,26 @@ def measured(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Clus
     path = tmp_path_factory.mktemp("cache") / "cluster.toml"
     shutil.copyfile(home / ".cache" / "shardwise" / "cluster.toml", path)
     return Cluster.parse(str(path)), path
+
+
+def test_ranks_of_the_probe_take_the_machines_own_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run asked for another one plans on the machine as it is: one of three ranks divides no two."""
+    found: list[int] = []
+
+    def joined(launcher: Launcher, function: object, ranks: int, *args: object, options: LaunchOptions) -> None:
+        found.extend(launch(launcher, num_ranks_of, ranks, options=options))
+        raise InterruptedError
+
+    launch = Launcher.launch
+    monkeypatch.setenv(TRANSPORT, "boxes=2,1")
+    monkeypatch.setattr(Launcher, "launch", joined)
+    with pytest.raises(InterruptedError):
+        measure.measure_here("mark", quick=True)
+    assert found == [len(found)] * len(found) != []
+
+
+def num_ranks_of(world: World) -> int:
+    return world.num_ranks
 
 
 def test_rates_of_other_products_are_of_another_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +234,7 @@ def test_ranks_that_did_not_get_their_cores_are_told(monkeypatch: pytest.MonkeyP
             def __exit__(self, *_: object) -> None:
                 pass
 
-            def launch(self, function: object, *_: object) -> object:
+            def launch(self, function: object, *_: object, options: LaunchOptions) -> object:
                 return ranks if function is measure_rank else [table]
 
         monkeypatch.setattr("shardwise.world.launch.launch.Launcher", lambda **_: Told())

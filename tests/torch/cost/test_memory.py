@@ -15,7 +15,7 @@ import torch
 import shardwise
 from shardwise.errors import OutOfMemory, UsageError
 from shardwise.run.state.parameters import Bucket
-from shardwise.units import parse_bytes
+from shardwise.units import format_bytes, parse_bytes
 from shardwise.world.launch.launch import launch
 from shardwise.world.memory import Accounts, accounts_of
 from shardwise.world.memory.accounts import HostAccounts, load_memory_library
@@ -115,12 +115,12 @@ def test_what_is_counted_is_what_the_process_grows_by(accounts: Accounts) -> Non
 
 
 def test_a_limit_is_enforced_with_the_numbers(accounts: Accounts) -> None:
-    held = 6 + accounts.current().activations / MIB  # with what the process has kept since earlier tests
+    held = format_bytes(6 * MIB + accounts.current().activations)  # with what the process has kept since earlier tests
     limited = accounts_of(CPU, accounts.current().total + 8 * MIB)
     with limited.with_out_of_memory_error(0, "activations"):
         kept = torch.ones(6 * MIB // 4)
     with (
-        pytest.raises(OutOfMemory, match=rf"rank 3 holds .* of .*activations {held:.2f} MiB.*needs 4\.00 MiB more; use recompute=full"),
+        pytest.raises(OutOfMemory, match=rf"rank 3 holds .* of .*activations {held}.*needs 4\.00 MiB more; use recompute=full"),
         limited.with_out_of_memory_error(3),
     ):
         torch.ones(4 * MIB // 4)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -68,6 +69,8 @@ def _measure_gpus(mark: str) -> Cluster:
 
 def _measure_processor(mark: str, quick: bool) -> Cluster:
     from shardwise.world.launch.launch import Launcher  # here: measuring GPUs starts no ranks
+    from shardwise.world.launch.watch import LaunchOptions
+    from shardwise.world.world import TRANSPORT
 
     usable = num_cores()
     busy = num_waiting_processes()
@@ -76,10 +79,12 @@ def _measure_processor(mark: str, quick: bool) -> Cluster:
         source += f" {BUSY_NOTE} (load {busy:.1f} on {usable} cores); measure again when it is idle"
     ranks = min(max(2, usable), 4) if quick else min(max(4, usable), 8)
     message_ranks = MESSAGE_RANKS if quick or usable < 8 else (*MESSAGE_RANKS, 8)
+    options = LaunchOptions(env={TRANSPORT: ""})  # the machine's own: one that a run was asked for may divide other numbers of ranks
     with Launcher(preload=(measure_rank.__module__, measure_messages.__module__, measure_waits.__module__)) as launcher:
-        ranks_measured = launcher.launch(measure_rank, ranks, usable, quick)
-        waits = launcher.launch(measure_waits, min(usable, ranks))[0] if min(usable, ranks) > 1 else 0.0
-        message_tables = [table for count in message_ranks for table in launcher.launch(measure_messages, count, quick)[0]]
+        launch = partial(launcher.launch, options=options)
+        ranks_measured = launch(measure_rank, ranks, usable, quick)
+        waits = launch(measure_waits, min(usable, ranks))[0] if min(usable, ranks) > 1 else 0.0
+        message_tables = [table for count in message_ranks for table in launch(measure_messages, count, quick)[0]]
     share = min(share for result in ranks_measured for *_, share in result["speeds"])
     if BUSY_NOTE not in source and share < MIN_CORE_SHARE:
         source += f" {BUSY_NOTE} (ranks got {share:.0%} of their cores); measure again when it is idle"

@@ -25,6 +25,7 @@ from shardwise.units import format_percent
 
 TORCH = "torch"  # efficiency set of catalogue devices: torch kernels, NCCL, a fused optimizer, 16-bit weights and activations
 EAGER = "eager"  # efficiency set of a locally measured GPU: the same under autocast, in eager mode unless compiled
+SERIAL = "serial"  # as torch, without communication beside compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,8 @@ class EfficiencySet:
     `scatters_sends`: each tensor rank sends a shard, not all. `step_s`: the rest of a step. `spread`: relative standard deviation of
     ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory bandwidth by kind of kernel;
     `convolution`: FLOP/s of convolutions by precision, all included; without it they run at the rate of products. `float8_products`:
-    products of a float8 linear layer's three that are 8-bit: 2 if its weights' gradients are 16-bit, else 3; `float8_cast_bytes`: moved to
-    cast an element from 16 to 8 bits.
+    products of a float8-rows linear layer's three that are 8-bit: 2 if its weights' gradients are 16-bit, else 3 (as of float8);
+    `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
     """
 
     name: str
@@ -179,10 +180,8 @@ class EfficiencySet:
         text = f"{self.name}: what shardwise runs, torch's kernels with fused attention, NCCL and a fused optimizer; "
         text += f"large products at {reached} of the peak, {origin}"
         if PRECISIONS[precision].product_dtype:
-            narrow = (
-                "weights and activations in 16 bits as FSDP has them, of which autocast, as shardwise runs it, keeps up to a quarter more"
-            )
-            text += "; autocast over float32 weights" if self.autocast else f"; {narrow}"
+            holds_narrow = bool(PRECISIONS[precision].held_dtype) or (precision != "bfloat16" and not self.autocast)
+            text += f"; {'weights and activations in 16 bits, as FSDP has them' if holds_narrow else 'autocast over float32 weights'}"
         return text
 
 

@@ -65,8 +65,7 @@ class RankRates:
     @classmethod
     def of(cls, speed: Speed, precision: str) -> RankRates:
         """Build the rates. Raises `KeyError` if the speed lacks the precision: the search asks for none that the device lacks."""
-        if PRECISIONS[precision].held_dtype:  # priced as autocast is, whose products they are
-            return cls.of(speed, PRECISIONS[precision].product_dtype)
+        precision = PRECISIONS[precision].kernel_precision
         flops, is_cast = dict(speed.flops), bool(PRECISIONS[precision].product_dtype)
         if precision not in flops and (
             substitute := PRECISIONS[precision].substitute

@@ -22,6 +22,7 @@ from shardwise.cluster.cluster import Cluster, Speed
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.kernel_memory import KernelMemory
 from shardwise.cost.devices.kernels import LocalKernel
+from shardwise.model.strides.autocast_dtypes import CAST, HELD
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 
@@ -41,6 +42,11 @@ class Widths:
     moment: float = 4.0
 
 
+def gradient_bytes(layout: Layout) -> float:
+    """Return the bytes of an element of the accumulated gradients of 16-bit weights."""
+    return 2.0 if layout.gradients == "bfloat16" else 4.0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCollectives:
     """Collectives inside layers: their time relative to the library's own, the exposed fraction of those of backward, the added time until
@@ -57,9 +63,9 @@ class LayerCollectives:
 class Devices(ABC):
     """Properties of a kind of device. `busy`: (concurrent ranks, threads of each); None for those of a layout.
 
-    `kernel_memory`: memory of kernels beyond the graph's tensors. `uses_autocast`: 16-bit precision means autocast over float32 parameters,
-    so that only results of products are communicated in 16 bits; without it everything is. `has_even_stages`: frameworks give stages
-    equally many layers.
+    `kernel_memory`: memory of kernels beyond the graph's tensors, `cast_memory`: under autocast. `uses_autocast`: 16-bit precision means
+    autocast, operator by operator, so that over float32 parameters only results of products are communicated in 16 bits; without it
+    everything is. `has_even_stages`: frameworks give stages equally many layers.
     `overlaps_tied_reduction`: reduction of tied weights overlaps with backward like others. `recomputes_by_operator`: selective
     recomputation is counted by operator. `num_layers_loaded`: offloaded layers that are on the device at once. `has_persistent_gradients`:
     gradient buffers persist between steps, as in Megatron-LM.
@@ -69,6 +75,7 @@ class Devices(ABC):
     busy: tuple[int, int] | None
 
     kernel_memory: ClassVar[type[KernelMemory]]
+    cast_memory: ClassVar[type[KernelMemory]]
     uses_autocast: ClassVar[bool]
     has_even_stages: ClassVar[bool]
     overlaps_tied_reduction: ClassVar[bool]
@@ -80,17 +87,24 @@ class Devices(ABC):
         """Return the speed of one of a layout's ranks."""
         return self.cluster.speed(*(self.busy or (layout.num_ranks, layout.threads)))
 
-    def is_cast(self, layout: Layout) -> bool:
-        """Return whether autocast casts operators one by one."""
-        return self.uses_autocast and bool(PRECISIONS[layout.precision].product_dtype)
+    def cast_mode(self, layout: Layout) -> str:
+        """Return whether autocast casts operators one by one, over weights of 32 bits (`CAST`) or of 16 (`HELD`); else empty."""
+        precision = PRECISIONS[layout.precision]
+        return (HELD if precision.held_dtype else CAST) if self.uses_autocast and precision.product_dtype else ""
+
+    def times_casts(self, layout: Layout) -> bool:
+        """Return whether operators are timed in the dtypes of autocast, cast by cast, and not only their memory counted so."""
+        return bool(self.cast_mode(layout))
 
     def is_half(self, layout: Layout) -> bool:
         """Return whether all saved activations are 16-bit."""
-        return bool(PRECISIONS[layout.precision].product_dtype) and not self.is_cast(layout)
+        return bool(PRECISIONS[layout.precision].product_dtype) and not self.cast_mode(layout)
 
-    def widths(self, precision: str) -> Widths:
-        """Return the widths of a parameter's state: those of the trained dtype."""
-        return Widths(8.0, 8.0, 0.0, 8.0) if precision == "float64" else Widths(4.0, 4.0, 0.0)
+    def widths(self, layout: Layout) -> Widths:
+        """Return the widths of a parameter's state: those of the trained dtype, and of 16-bit weights with float32 main weights."""
+        if PRECISIONS[layout.precision].held_dtype:
+            return Widths(2.0, gradient_bytes(layout), 4.0)
+        return Widths(8.0, 8.0, 0.0, 8.0) if layout.precision == "float64" else Widths(4.0, 4.0, 0.0)
 
     @abstractmethod
     def operator_seconds(

@@ -15,27 +15,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster.cluster import Device, Speed
-from shardwise.cost.calibration.efficiency import EfficiencySet
+from shardwise.cost.calibration.efficiency import SERIAL, TORCH, EfficiencySet
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths
+from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths, gradient_bytes
 from shardwise.cost.devices.kernel_memory import KernelMemory
 from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
+from shardwise.model.strides.autocast_dtypes import CAST
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 
+AUTOCAST = "bfloat16"
+WEIGHT_CAST_BYTES = 6.0  # of a parameter: read in 32 bits and written in 16, and its gradient the other way
 OPTIMIZER_BYTES = 28.0  # a float32 weight, its gradient and two states are read, all but the gradient written
 CONVOLUTION = "convolution."
 MEASURED = ("activation", "norm", "batch_norm", "softmax", "cast")
 HOST_ADAM_S = 2.0e-9  # Adam step of one parameter on the host's CPUs, of which a GPU has an eighth; assumed
 
 
+class AutocastMemory(KernelMemory):
+    """Memory of torch's GPU kernels under autocast: redistributed operands are saved as read, float32 values stay float32."""
+
+    saves_as_read = True
+    is_half = False
+
+
 @dataclass(frozen=True)
 class Gpus(Devices):
-    """GPUs with 16-bit weights and activations. `stack`: their efficiency set."""
+    """GPUs with 16-bit weights and activations, or by shardwise's own set autocast over float32 weights. `stack`: their efficiency set."""
 
     stack: EfficiencySet
 
     kernel_memory = KernelMemory
+    cast_memory = AutocastMemory
     uses_autocast = False
     has_even_stages = True
     overlaps_tied_reduction = True
@@ -47,11 +58,25 @@ class Gpus(Devices):
         """Return whether operators run in eager mode; other frameworks' sets were measured with their own fused kernels."""
         return False
 
-    def widths(self, precision: str) -> Widths:
+    def casts_weights(self, layout: Layout) -> bool:
+        """Return whether weights are float32 and cast by autocast: `precision=bfloat16` as shardwise runs it.
+
+        Other software, which has sets of its own, has 16-bit weights under that name.
+        """
+        return layout.precision == AUTOCAST and self.stack.name in (TORCH, SERIAL)
+
+    def cast_mode(self, layout: Layout) -> str:
+        return CAST if self.casts_weights(layout) else super().cast_mode(layout)
+
+    def times_casts(self, layout: Layout) -> bool:
+        return not self.casts_weights(layout) and super().times_casts(layout)
+
+    def widths(self, layout: Layout) -> Widths:
         """Return the widths: 16-bit weights have float32 copies, bfloat16 gradients accumulate in float32, as in Megatron-LM."""
-        if not PRECISIONS[precision].product_dtype:
-            return super().widths(precision)
-        return Widths(2.0, self.stack.gradient_bytes if precision == "float16" else self.stack.main_gradient_bytes, 4.0)
+        if self.casts_weights(layout) or not PRECISIONS[layout.precision].product_dtype:
+            return super().widths(layout)
+        width = self.stack.gradient_bytes if layout.precision == "float16" else min(gradient_bytes(layout), self.stack.main_gradient_bytes)
+        return Widths(2.0, width, 4.0)
 
     def operator_seconds(
         self, layout: Layout, kernels: Sequence[tuple[LocalKernel, Fraction]], index: NDArray[np.intp], repeated: NDArray[np.bool_]
@@ -71,15 +96,16 @@ class Gpus(Devices):
     def with_microbatch_overhead(self, layout: Layout, busy: Seconds, num_trained: float) -> tuple[Seconds, float]:
         stack, device = self.stack, self.cluster.device
         # Wider gradients move more bytes.
-        moved = stack.accumulate_bytes + 2 * max(0.0, self.widths(layout.precision).gradient - stack.gradient_bytes)
-        adding = moved * num_trained / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
-        adding *= layout.microbatches > 1
-        return busy + Seconds(stack.microbatch_s / 2, stack.microbatch_s / 2 + adding), adding
+        moved = stack.accumulate_bytes + 2 * max(0.0, self.widths(layout).gradient - stack.gradient_bytes)
+        rate = device.memory_bandwidth_bytes_per_s * stack.bandwidth
+        adding = moved * num_trained / rate * (layout.microbatches > 1)
+        casting = WEIGHT_CAST_BYTES * num_trained / rate * self.casts_weights(layout)
+        return busy + Seconds(stack.microbatch_s / 2 + casting, stack.microbatch_s / 2 + casting + adding), adding
 
     def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
         if not layout.offloads_optimizer:
             return optimizer_s(self.cluster.device, self.stack, num_updated, states)
-        widths = self.widths(layout.precision)
+        widths = self.widths(layout)
         return num_updated * (widths.gradient + widths.weight) / HOST_BYTES_PER_S + num_updated * HOST_ADAM_S
 
     def copies(self, layout: Layout) -> HostCopies:
@@ -122,13 +148,6 @@ class Gpus(Devices):
         return self.stack.describe_source(self.cluster.device, precision)
 
 
-class AutocastMemory(KernelMemory):
-    """Memory of torch's GPU kernels under autocast: redistributed operands are saved as read, float32 values stay float32."""
-
-    saves_as_read = True
-    is_half = False
-
-
 @dataclass(frozen=True)
 class AutocastGpus(Gpus):
     """GPUs as shardwise uses them: autocast over float32 parameters, operator by operator; every microbatch casts the weights anew.
@@ -143,11 +162,14 @@ class AutocastGpus(Gpus):
     def is_eager(self, layout: Layout) -> bool:
         return layout.compile != "on"
 
-    def is_cast(self, layout: Layout) -> bool:
-        return super().is_cast(layout) and self.is_eager(layout)
+    def cast_mode(self, layout: Layout) -> str:
+        return Devices.cast_mode(self, layout) if self.is_eager(layout) else ""
 
-    def widths(self, precision: str) -> Widths:
-        return Devices.widths(self, precision)
+    def casts_weights(self, layout: Layout) -> bool:
+        return False  # operator by operator, where each is timed with its casts
+
+    def widths(self, layout: Layout) -> Widths:
+        return Devices.widths(self, layout)
 
 
 def straggler_slowdown(num_ranks: int, spread: float) -> float:

@@ -43,7 +43,7 @@ ALIGNED = 8  # sides of 16-bit products that fill the matrix units: NVIDIA's dee
 ALIGNED_FLOAT8 = 16  # sides of 8-bit products are multiples of it
 LAYOUT_COPY_BYTES = 2.0  # bytes moved per byte that a convolution reads or writes, for a copy in another layout: read and written
 ELEMENT_BYTES = {  # bytes moved per element
-    "float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "bfloat16-mixed": 2.0, "float16": 2.0, "float8": 2.0,
+    "float64": 8.0, "float32": 4.0, "tf32": 4.0, "bfloat16": 2.0, "bfloat16-mixed": 2.0, "float16": 2.0, "float8": 2.0, "float8-rows": 2.0,
 }  # fmt: skip
 
 
@@ -104,6 +104,7 @@ class LocalKernel:
         """
         if self.kind == "view":
             return Seconds(), Seconds()
+        precision = PRECISIONS[precision].kernel_precision
         launches, launch_s = (EAGER_LAUNCHES, EAGER_LAUNCH_FACTOR * stack.launch_s) if eager else (LAUNCHES, stack.launch_s)
         forward, backward = launches.get(self.kind, launches["elementwise"])
         if self.kind == "attention":
@@ -160,7 +161,9 @@ class LocalKernel:
 
     def _float8_seconds(self, device: Device, stack: EfficiencySet, precision: str) -> Seconds:
         """Seconds of a float8 product: of a linear layer's three products two (`lower/kernels/scaled`), or all, run on 8-bit operands, cast
-        from 16: input and weight for forward, gradient and weight once more for backward. Other products are 16-bit."""
+        from 16: input and weight for forward, gradient and weight once more for backward, and the input once more where the weight's
+        gradient is 8-bit too. Other products are 16-bit."""
+        num_narrow = 3 if PRECISIONS[precision].scales_tensors else stack.float8_products
         wide = self._product_seconds(device, stack, PRECISIONS[precision].product_dtype)
         if not (self.kind == "linear" and self.n and self.flops) or any(int(side) % ALIGNED_FLOAT8 for side in (self.n, self.k)):
             return wide
@@ -170,7 +173,7 @@ class LocalKernel:
         input_size, weight_size, output_size = (side * self.share for side in (self.m * self.k, self.k * self.n, self.m * self.n))
         return Seconds(
             wide.forward - saved + (input_size + weight_size) * through,
-            wide.backward - saved * (stack.float8_products - 1) + (output_size + weight_size) * through,
+            wide.backward - saved * (num_narrow - 1) + (output_size + weight_size + input_size * (num_narrow == 3)) * through,
         )
 
     def _traffic_seconds(self, device: Device, stack: EfficiencySet, precision: str) -> Seconds:

@@ -30,6 +30,7 @@ class Processors(Devices):
     """CPU cores, shared by the ranks of a host."""
 
     kernel_memory = ProcessorMemory
+    cast_memory = ProcessorMemory
     uses_autocast = True
     has_even_stages = False
     overlaps_tied_reduction = False
@@ -60,11 +61,11 @@ class Processors(Devices):
             busy += Seconds(MICROBATCH_S / 2, MICROBATCH_S / 2)
         # The first microbatch copies its gradients to the accumulation buffers; every other reads, adds to and writes those.
         passes = 3 - 1 / layout.microbatches
-        adding = passes * self.widths(layout.precision).gradient * num_trained / self.speed(layout).memory_bandwidth_bytes_per_s
+        adding = passes * self.widths(layout).gradient * num_trained / self.speed(layout).memory_bandwidth_bytes_per_s
         return busy + Seconds(0.0, adding), adding
 
     def optimizer_s(self, layout: Layout, num_updated: float, states: int) -> float:
-        speed, widths = self.speed(layout), self.widths(layout.precision)
+        speed, widths = self.speed(layout), self.widths(layout)
         update = optimizer_s(speed, num_updated, states)
         # Offloaded optimizer: gradients are copied there and weights back, read and written, around the same update.
         moved = num_updated * (widths.gradient + widths.weight) if layout.offloads_optimizer else 0.0

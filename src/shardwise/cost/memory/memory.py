@@ -20,7 +20,7 @@ from shardwise.cost.devices.devices import Widths
 from shardwise.cost.devices.kernel_memory import BackwardWorkspace, KernelMemory
 from shardwise.model.gradients import differentiable_values
 from shardwise.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
-from shardwise.model.strides.autocast_dtypes import apply_autocast, cast_operands
+from shardwise.model.strides.autocast_dtypes import HELD, apply_autocast, cast_operands, narrow_parameters
 from shardwise.model.work import OperatorWork, kind_of, operator_work, storage_roots, values_following_batch
 from shardwise.ops import record_of
 from shardwise.ops.attention import has_score_dropout
@@ -74,10 +74,10 @@ class Inventory:
     is_cast: bool = False  # by autocast; `graph` then has autocast's dtypes
 
     @classmethod
-    def of(cls, graph: Graph, memory: type[KernelMemory] = KernelMemory, is_cast: bool = False) -> Inventory:
-        """Build the inventory of a graph. `memory`: the model of kernel memory. `is_cast`: under autocast."""
-        held = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs))
-        graph = apply_autocast(graph) if is_cast else graph
+    def of(cls, graph: Graph, memory: type[KernelMemory] = KernelMemory, cast_mode: str = "") -> Inventory:
+        """Build the inventory of a graph. `memory`: the model of kernel memory. `cast_mode`: see `Devices.cast_mode`."""
+        held, is_cast = frozenset(v.value for v in (*graph.parameters, *graph.buffers, *graph.constants, *graph.inputs)), bool(cast_mode)
+        graph = apply_autocast(graph, narrow_parameters(graph) if cast_mode == HELD else ()) if is_cast else graph
         works, grads = operator_work(graph, cast_operands if is_cast else None), frozenset(differentiable_values(graph))
         kernels = memory(graph, grads, held)
         for op in graph.operators:
@@ -156,8 +156,10 @@ class PeakByZeroStage:
     scattered: float = 0.0
     gathered: float = 0.0
 
-    def at_stage(self, zero: int) -> float:
-        """Return the bytes for a ZeRO stage."""
+    def at_stage(self, zero: int, scatters_last: bool = False) -> float:
+        """Return the bytes for a ZeRO stage. `scatters_last`: whole gradients are counted elsewhere, as without the stage."""
+        if scatters_last and zero >= 2:
+            return self.full + (self.gathered - self.scattered if zero == 3 else 0.0)
         return self.gathered if zero == 3 else self.scattered if zero == 2 else self.full
 
 
@@ -237,10 +239,10 @@ def memory_of(
     rank, holders = schedule.ranks_of[stage][0], len(schedule.ranks_of[stage])
     num_rank_stages = len(schedule.stages_of[rank])
     # Stages that several pipeline ranks have are not sharded (`run/state/parameters`), but their optimizer state is, over those ranks.
-    data, zero = layout.weight_ranks, layout.zero if holders == 1 else min(layout.zero, 1)
+    data, zero = layout.weight_ranks // layout.zero_groups, layout.zero if holders == 1 else min(layout.zero, 1)
     zero_stage = zero if data > 1 else 0
     activations = state.saved_bytes - (state.score_bytes if layout.recompute == "selective" else 0.0)
-    there = state.rematerialized.at_stage(zero_stage)
+    there = state.rematerialized.at_stage(zero_stage, layout.scatters_last)
     activation = activations * schedule.in_flight(stage) + there
     if deferred_bytes and num_rank_stages == 1:
         counts = schedule.live_microbatches(rank)
@@ -254,8 +256,8 @@ def memory_of(
     unsummed = state.num_unreduced
     shared, trained = ((n - unsummed + state.num_remote_experts) / data + unsummed for n in (state.num_parameters, state.num_trainable))
     parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
-    gradients = widths.gradient * (trained if zero >= 2 else state.num_trainable)
-    gradients *= layout.staleness + 1  # each step in flight has its own
+    whole = state.num_trainable * (layout.scatters_last and zero_stage >= 2)  # until the last microbatch
+    gradients = widths.gradient * ((trained if zero >= 2 else state.num_trainable) + whole) * (layout.staleness + 1)  # of each in flight
     parameters += widths.weight * server_weight_copies(layout) * state.num_trainable
     compression = Compression.parse(layout.compress)
     if compression.has_error_feedback:  # error feedback of a rank's own gradients, and of its shard of the reduced ones
@@ -266,7 +268,7 @@ def memory_of(
         optimizer /= layout.servers
     if layout.offloads_optimizer:
         optimizer = 0.0
-    beside = state.transient.at_stage(zero_stage)
+    beside = state.transient.at_stage(zero_stage, layout.scatters_last)
     if state.has_late_gradients:  # after backward only gradients remain, and a second copy of one bucket
         beside = max(beside, unshared_bucket_bytes(gradients) - activation)
         gradients, beside = gradients + min(0.0, beside), max(0.0, beside)

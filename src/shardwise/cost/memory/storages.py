@@ -19,7 +19,7 @@ from shardwise.cost.shard_counts import is_sharded_over_data, num_shards
 from shardwise.model.graph import Operator
 from shardwise.model.sharding.sharding import Sharding, shard_length
 from shardwise.plan.ir.axis import DATA, axis_of
-from shardwise.plan.ir.placement import Placement, R, has_single_owner, is_halo, is_shard, is_sharded
+from shardwise.plan.ir.placement import P, Placement, R, has_single_owner, is_halo, is_shard, is_sharded
 
 
 class SavedStorage(NamedTuple):
@@ -127,8 +127,10 @@ class StorageMap:
         if moved and any(is_halo(need) for _, need in placements.values()):  # the shard and its halo are copied into a separate tensor
             return self.storage_of(value, self.num_shards_read(op, at))._replace(root=moved, data_sharded=shared, is_persistent=False)
         owned = any(has_single_owner(need) for _, need in placements.values())
-        # On GPUs as in published measurements, which repeat tensor-parallel all-gathers in backward.
-        is_separate = self.inventory.kernel_memory.saves_as_read or owned or any(axis_of(axis).shards_sequences for axis in axes)
+        # On GPUs linear layers gather again in backward (`lower/column_linears`).
+        is_scattered = any(source is P and is_sharded(need) for source, need in placements.values())
+        crosses_sequences = any(axis_of(axis).shards_sequences for axis in axes)
+        is_separate = self.inventory.kernel_memory.saves_as_read or owned or is_scattered or crosses_sequences
         if not moved or value in self.inventory.persistent_values or not is_separate:
             return None
         if self.inventory.works[op.name].kind == "convolution" and self.num_shards_read(op, at) > self._num_shards(value):

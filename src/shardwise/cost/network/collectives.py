@@ -429,7 +429,7 @@ def choose_algorithms(cluster: Cluster, group: RankGroup, transport: str = "") -
 
     On GPUs it is the library's own for all sizes: the overhead of a program's messages there has not been measured.
 
-    >>> choose_algorithms(Cluster.parse("dgx-a100-80"), RankGroup(1)).of(4096)
+    >>> choose_algorithms(Cluster.parse("dgx-a100-80"), RankGroup(1)).algorithm_for(4096)
     'native'
     """
     if group.size < 2 or not cluster.kind.prices_programs:

@@ -34,7 +34,7 @@ from shardwise.model.sharding.fold import operator_classes
 from shardwise.model.sharding.sharding import Redistribution, Sharding
 from shardwise.model.stages.core_attention import core_attention_numbers
 from shardwise.model.work import num_steps
-from shardwise.ops import record_of
+from shardwise.ops import is_cheap_to_recompute, record_of
 from shardwise.ops.attention import is_causal
 from shardwise.ops.recurrent import gathered_steps
 from shardwise.ops.vocabulary import GradientMemory, MatmulKind, Reduction
@@ -102,6 +102,10 @@ class OperatorFacts:
     @cached_property
     def blocks(self) -> tuple[str, ...]:
         return tuple(block_of(op.site) for op in self.inventory.graph.operators)
+
+    @cached_property
+    def cheap(self) -> tuple[bool, ...]:
+        return tuple(op.function is None and is_cheap_to_recompute(record_of(op)) for op in self.inventory.graph.operators)
 
     @cached_property
     def attention_core(self) -> tuple[int, ...]:
@@ -243,7 +247,7 @@ def build_sharded_inventory(source: OperatorFacts, sharding: Sharding | None) ->
         forward += [] if forward_entry is None else [(at, forward_entry)]
         backward += [] if backward_entry is None else [(at, backward_entry)]
     data_of_key: dict[Hashable, _OperatorEntry] = {}
-    per_operator, stored, reads, makes = [], [], [], []
+    per_operator, stored, reads, arrivals, makes = [], [], [], [], []
     for i, (op, key) in enumerate(zip(graph.operators, keys, strict=True)):
         if key not in data_of_key:
             data_of_key[key] = work.build_entry(op, source.accumulated_operands[i])
@@ -258,7 +262,9 @@ def build_sharded_inventory(source: OperatorFacts, sharding: Sharding | None) ->
         saved_storages = (places.saved_storage(op, arriving, *item) for item in inventory.saved[op.name].storages)
         stored.append((*saved_storages, *places.padded_inputs(op), *saved_by_exchange(places, op)))
         makes.append(tuple(places.storages[v] for v in op.outputs))
-        reads.append(tuple((makers[v], places.storages[v]) for v in dict.fromkeys(op.inputs) if v in makers))
+        made = [v for v in dict.fromkeys(op.inputs) if v in makers]
+        reads.append(tuple((makers[v], places.storages[v]) for v in made))
+        arrivals.append(tuple(arriving[v] for v in made))
     return ShardedInventory(
         tuple(work.compute.numbers),  # type: ignore[arg-type]
         np.array([item.local for item in per_operator], dtype=np.intp),
@@ -267,6 +273,7 @@ def build_sharded_inventory(source: OperatorFacts, sharding: Sharding | None) ->
         _to_columns(backward),
         tuple(stored),
         tuple(reads),
+        tuple(arrivals),
         tuple(makes),
         np.array([item.extra_bytes for item in per_operator]),
         np.array([item.working_bytes for item in per_operator]),
@@ -276,6 +283,7 @@ def build_sharded_inventory(source: OperatorFacts, sharding: Sharding | None) ->
         np.array([item.data_sharded for item in per_operator], dtype=bool),
         source.attention,
         source.blocks,
+        source.cheap,
         source.attention_core,
     )
 

@@ -260,7 +260,7 @@ class _IsolatedLayer:
         size = sum(v.tensor.size / ways for v, ways in weights)
         num_reduced = sum(v.tensor.size / ways for v, ways in weights if alike.is_reduced(v.value) and v.trainable)
         pricer = alike.pricer
-        widths = pricer.devices.widths(layout.precision)
+        widths = pricer.devices.widths(layout)
         group = pricer.group(layout, *(axis for axis, n in layout.axes if n > 1))
         ring_factor = FACTORS["all_reduce"][0](group.size) if group.size > 1 else 0.0
         forward, backward = alike.sent_bytes()

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.calibration.efficiency import EfficiencySet
@@ -22,13 +23,15 @@ from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.network.axes import group_of
 from shardwise.cost.network.network import RankGroup, collective_s
 from shardwise.cost.operators.build_inventory import OperatorFacts, build_sharded_inventory
+from shardwise.cost.operators.chunked_loss import chunk_inventory, is_weight_gradient_immediate
 from shardwise.cost.operators.ring_attention import RING
 from shardwise.cost.operators.sharded_inventory import Collective, ShardedInventory
 from shardwise.cost.operators.sharding_choice import choose_sharding, placement_axis_sizes
 from shardwise.model.dims.labels import expert_weights
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding, priced_num_samples
-from shardwise.model.work import model_flops
+from shardwise.model.strides.autocast_dtypes import CAST
+from shardwise.model.work import MATMUL_KINDS, model_flops
 from shardwise.ops.experts import expected_ranks_per_token
 from shardwise.plan.ir.axis import EXPERT, axis_of
 from shardwise.plan.ir.precision import PRECISIONS
@@ -62,7 +65,9 @@ class OperatorPricer:
     _shardings: dict[ShardingKey, Sharding | None] = field(default_factory=dict)
     _canonical: dict[ShardingKey, ShardingKey] = field(default_factory=dict)  # the first key with an equal sharding
     _parts: dict[ShardingKey, ShardedInventory] = field(default_factory=dict)
-    _cast_parts: dict[ShardingKey, ShardedInventory] = field(default_factory=dict)
+    _cast_parts: dict[tuple[str, ShardingKey], ShardedInventory] = field(default_factory=dict)
+    _chunked_parts: dict[tuple[str, int, bool, ShardingKey], ShardedInventory] = field(default_factory=dict)
+    _cast_facts: dict[str, OperatorFacts] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
 
@@ -71,19 +76,15 @@ class OperatorPricer:
         return Inventory.of(self.graph, self.devices.kernel_memory)
 
     @cached_property
-    def cast_inventory(self) -> Inventory:
-        """The inventory under autocast."""
-        return Inventory.of(self.graph, self.devices.kernel_memory, is_cast=True)
-
-    @cached_property
     def operator_facts(self) -> OperatorFacts:
         """Facts about operators that do not depend on the sharding."""
         return OperatorFacts(self.inventory, self._narrow)
 
-    @cached_property
-    def cast_operator_facts(self) -> OperatorFacts:
-        """The same under autocast."""
-        return OperatorFacts(self.cast_inventory, self._narrow)
+    def cast_operator_facts(self, mode: str) -> OperatorFacts:
+        """Return the same under autocast."""
+        if mode not in self._cast_facts:
+            self._cast_facts[mode] = OperatorFacts(Inventory.of(self.graph, self.devices.cast_memory, mode), self._narrow)
+        return self._cast_facts[mode]
 
     @cached_property
     def devices(self) -> Devices:
@@ -143,29 +144,56 @@ class OperatorPricer:
         key = self._canonical_key(layout)
         if key not in self._parts:
             self._parts[key] = build_sharded_inventory(self.operator_facts, self.sharding(layout))
-        return self._parts[key]
+        return self._in_chunks(layout, "", self._parts[key], self.operator_facts)
+
+    def _in_chunks(self, layout: Layout, mode: str, parts: ShardedInventory, facts: OperatorFacts) -> ShardedInventory:
+        """Return an inventory with losses in the layout's chunks."""
+        if layout.loss_chunks == 1:
+            return parts
+        key = mode, layout.loss_chunks, self.devices.is_half(layout), self._canonical_key(layout)
+        if key not in self._chunked_parts:
+            self._chunked_parts[key] = chunk_inventory(parts, facts, self.sharding(layout), *key[1:3])
+        return self._chunked_parts[key]
+
+    @cached_property
+    def weighted(self) -> NDArray[np.bool_]:
+        """[operator] -> whether it is a matrix product with a trainable weight."""
+        trained = {v.value for v in self.graph.parameters if v.trainable and len(v.tensor.shape) > 1}
+        works, operators = self.inventory.works, self.graph.operators
+        return np.array([works[op.name].kind in MATMUL_KINDS and any(v in trained for v in op.inputs) for op in operators], dtype=bool)
+
+    def weighted_under(self, layout: Layout) -> NDArray[np.bool_]:
+        """[operator] -> the same, of those whose weight gradient a split backward can delay."""
+        return self.weighted if layout.loss_chunks == 1 else self._weighted_later
+
+    @cached_property
+    def _weighted_later(self) -> NDArray[np.bool_]:
+        """[operator] -> the same with losses in chunks."""
+        return self.weighted & ~is_weight_gradient_immediate(self.graph, self.operator_facts.position)
 
     def cast_sharded_inventory(self, layout: Layout) -> ShardedInventory:
         """Return the sharded inventory in the dtypes of the layout's precision."""
-        if not self.devices.is_cast(layout):
+        if not (mode := self.devices.cast_mode(layout)):
             return self.sharded_inventory(layout)
-        key = self._canonical_key(layout)
+        key = mode, self._canonical_key(layout)
         if key not in self._cast_parts:
-            self._cast_parts[key] = build_sharded_inventory(self.cast_operator_facts, self.sharding(layout))
-        return self._cast_parts[key]
+            self._cast_parts[key] = build_sharded_inventory(self.cast_operator_facts(mode), self.sharding(layout))
+        return self._in_chunks(layout, mode, self._cast_parts[key], self.cast_operator_facts(mode))
 
     def inventory_in_precision(self, layout: Layout) -> Inventory:
         """Return the inventory in the dtypes of the layout's precision."""
-        return self.cast_inventory if self.devices.is_cast(layout) else self.inventory
+        mode = self.devices.cast_mode(layout)
+        return self.cast_operator_facts(mode).inventory if mode else self.inventory
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Return seconds by operator: forward and backward of compute, forward and backward of collectives."""
         key = (*self._canonical_key(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile,
-            layout.batch_norm,
-               layout.shares, layout.begins[-1:])  # fmt: skip
+            layout.batch_norm, layout.shares, layout.begins[-1:], layout.loss_chunks)  # fmt: skip
         if key not in self._times:
-            parts = self.cast_sharded_inventory(layout)
+            parts = self.cast_sharded_inventory(layout) if self.devices.times_casts(layout) else self.sharded_inventory(layout)
             compute = self.devices.operator_seconds(layout, self._scaled_kernels(layout, parts), parts.index, parts.in_block)
+            forward_s = parts.num_chunks * compute[0]
+            compute = forward_s, parts.num_chunks * compute[1] + forward_s * (parts.num_chunks > 1)  # chunks run again in backward
             self._times[key] = (*compute, *self._collective_seconds(layout, compute))
         return self._times[key]
 
@@ -174,7 +202,7 @@ class OperatorPricer:
         share = Fraction(self.samples(layout), self.graph.batch_size)
         once = Fraction(1)
         factors = {(True, True): share, (True, False): share * layout.data, (False, True): once / layout.data, (False, False): once}
-        return [(local.kernel, factors[local.batched, local.data_sharded]) for local in parts.compute]
+        return [(local.kernel, factors[local.batched, local.data_sharded] / local.num_chunks) for local in parts.compute]
 
     def _collective_seconds(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
         parts = self.sharded_inventory(layout)
@@ -235,7 +263,9 @@ class OperatorPricer:
         """Return the width of communicated elements relative to float32."""
         if layout.precision == "float64":
             return 2.0
-        if wide or not PRECISIONS[layout.precision].product_dtype or (self.devices.uses_autocast and not narrow):
+        precision, devices = PRECISIONS[layout.precision], self.devices
+        has_wide_streams = (devices.uses_autocast or devices.cast_mode(layout) == CAST) and not precision.held_dtype
+        if wide or not precision.product_dtype or (has_wide_streams and not narrow):
             return 1.0
         return 0.5
 

@@ -35,11 +35,13 @@ CountedStorages = set[tuple[str, str]]  # storages already counted: (root, name 
 
 @dataclass(frozen=True, slots=True)
 class LocalOperator:
-    """An operator on one tensor rank, with the samples of all data replicas."""
+    """An operator on one tensor rank, with the samples of all data replicas. `num_chunks`: it runs so often, each time on a part of its
+    rows."""
 
     kernel: LocalKernel
     batched: bool
     data_sharded: bool  # over data replicas
+    num_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class ShardedInventory:
     backward: tuple[NDArray[np.intp], NDArray[np.intp]]
     saved: tuple[tuple[SavedStorage, ...], ...]
     reads: tuple[tuple[tuple[int, SavedStorage], ...], ...]  # (number of the producer, storage) of each operand
+    arrivals: tuple[tuple[SavedStorage, ...], ...]  # the same storages after redistribution, as the operator reads them
     outputs: tuple[tuple[SavedStorage, ...], ...]
     extra_bytes: NDArray[np.float64]  # float32 tensors saved by each operator that are no value of the graph
     working_bytes: NDArray[np.float64]  # workspace of each operator's backward; scales with the batch if the operator does
@@ -78,6 +81,7 @@ class ShardedInventory:
     data_sharded: NDArray[np.bool_]
     attention: NDArray[np.bool_]
     blocks: tuple[str, ...]  # the numbered block of each operator, the unit of recomputation; "" for none
+    cheap: tuple[bool, ...]  # [operator] -> whether recompute=cheap runs it again
     attention_core: tuple[int, ...]  # the attention core of each operator, the unit of selective recomputation; -1 for none
 
     @cached_property
@@ -112,6 +116,11 @@ class ShardedInventory:
         owns = [local.kernel.torch_kernel for local in self.compute]
         samples, alone, thin = (np.array([getattr(k, name) for k in owns])[self.index] for name in ("samples", "alone", "thin"))
         return samples, alone, thin
+
+    @cached_property
+    def num_chunks(self) -> NDArray[np.float64]:
+        """[operator] -> the number of parts of its rows that it runs on, one after another."""
+        return np.array([local.num_chunks for local in self.compute], dtype=float)[self.index]
 
     @cached_property
     def in_block(self) -> NDArray[np.bool_]:

@@ -19,7 +19,7 @@ from shardwise.cost.stages.sections import StageSection, is_recomputed
 from shardwise.model.stages.stages import Stage
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
-from shardwise.plan.residency import Residency
+from shardwise.plan.residency import CHEAP, Residency
 from shardwise.schedules import schedule_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ Array = NDArray[np.float64]
 class LayerCost:
     """One layer of a stage: seconds of its forward's compute, bytes of a microbatch that it saves for backward and no later layer does,
     bytes that enter it and no earlier layer, which recomputation retains, and seconds of its forward's collectives; peak workspace of its
-    backward, and the most offloaded bytes that are loaded at once (all of them if None)."""
+    backward, and the most offloaded bytes that are loaded at once (all of them if None). `cheap_s`, `cheap_bytes`: seconds of
+    recomputing its cheap operators, and saved bytes that this frees."""
 
     name: str
     forward_s: float
@@ -41,6 +42,8 @@ class LayerCost:
     collectives_s: float = 0.0
     working_bytes: float = 0.0
     loaded_bytes: float | None = None
+    cheap_s: float = 0.0
+    cheap_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class UnlayeredCost:
     saved_after_bytes: float = 0.0
 
 
+ALL_CHEAP = Residency.parse(CHEAP, "none")
 NO_UNLAYERED_COST = UnlayeredCost()
 
 
@@ -85,7 +89,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     @cache
     def recomputed_s(residency: Residency) -> Seconds:
         is_rerun = is_recomputed(parts, ops, residency, stage.index)
-        return Seconds(float(times[0][is_rerun].sum()), float(times[2][is_rerun].sum()))
+        return Seconds(float(times[0][is_rerun].sum()), float(times[2][is_rerun].sum()) * (residency.recompute.kind != CHEAP))
 
     def block(residency: Residency) -> Seconds:
         return recomputed_s(residency.of_stage(stage.index))
@@ -136,11 +140,8 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         if layers_moved > 1:  # a layer is loaded as a whole, and meanwhile the next
             back = runs.expand_to_operators(at_once + (at_once > 0) * (layers_moved - 1) * at_once.max(), len(back))
         # Recomputed or loaded tensors add to the workspace; tensors saved by later operators are freed by then.
-        moments = (
-            np.maximum(works + there + back, forward)
-            + runs.expand_to_operators(each * amounts.layers_present, len(back))
-            - saved_by_later(stays)
-        )
+        present = runs.expand_to_operators(each * amounts.layers_present, len(back))
+        moments = np.maximum(works + there + back, forward) + present - saved_by_later(stays)
         costs = costs_with(bucket)
         at = [int((moments + x).argmax()) for x in costs]
         full, scattered, gathered = (float(min(works[i], moments[i]) + x[i]) for x, i in zip(costs, at, strict=True))
@@ -167,10 +168,11 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
             come = saved if layers_moved > 1 else float(np.maximum(works + back, forward)[at].max()) - working
             rows.append(LayerCost(
                 name, float(times[0][at].sum()), saved, groups.entering_by_block[name].at(scale, layout.data) * wide,
-                    float(times[2][at].sum()),
-                working, come,
+                    float(times[2][at].sum()), working, come,
             ))  # fmt: skip
-        return tuple(rows)
+        return _with_cheap_costs(rows, section, times[0], is_recomputed(parts, ops, ALL_CHEAP, stage.index), each_keeps - wide * (
+            section.residency_bytes(ALL_CHEAP, stage.index, False, False).activations.at(scale, layout.data)
+        ))  # fmt: skip
 
     @cache
     def ends() -> UnlayeredCost:
@@ -179,10 +181,23 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         return UnlayeredCost(float(works[:first].max(initial=0.0)), float((works - gone)[last + 1 :].max(initial=0.0)), float(gone[last]))
 
     # A product's backward is two equal products, for its input and for its weights; weight gradients are accumulated.
-    weight_s = 0.5 * float(times[1][pricer.weighted[ops]].sum()) + adding
+    weight_s = 0.5 * float(times[1][pricer.weighted_under(layout)[ops]].sum()) + adding
     by_run = tuple(runs.parameters.tolist())
     sums = GradientVolume(parameters.reductions, parameters.num_tied, parameters.num_parameters, by_run)
     return StageBaseCost(busy, network, block, scores_s, weight_s, sums, state, state_with, by_layer, loads, ends, stage.index)
+
+
+def _with_cheap_costs(
+    layers: Sequence[LayerCost], section: StageSection, forward_s: Array, is_rerun: NDArray[np.bool_], freed_bytes: Array
+) -> tuple[LayerCost, ...]:
+    """Return the layers with what recomputing their cheap operators costs and frees, given by operator."""
+    at = section.groups.positions
+    return tuple(
+        replace(
+            one, cheap_s=float((forward_s * is_rerun)[at[one.name]].sum()), cheap_bytes=max(0.0, float(freed_bytes[at[one.name]].sum()))
+        )
+        for one in layers
+    )
 
 
 def stage_send_s(pricer: Pricer, layout: Layout, stage: int, to: int, values: Sequence[str]) -> float:
@@ -230,7 +245,7 @@ def _backward_bytes(
     divisor = pricer.expert_divisor(layout)
     parts, ops, runs = pricer.cast_sharded_inventory(layout), section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
     devices, scale = pricer.devices, pricer.microbatch(layout)
-    widths = devices.widths(layout.precision)
+    widths = devices.widths(layout)
     width_factor = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout) else 1.0
     batch_factor = np.where(parts.data_sharded[ops], scale / layout.data, np.where(parts.batched[ops], scale, 1.0))
     threads = pricer.cluster.threads_of(layout.num_ranks, layout.threads)
@@ -244,7 +259,9 @@ def _backward_bytes(
     gathered = runs.expand_to_operators(runs.gathered_bytes(widths.weight), len(workspace))
 
     def costs_with(bucket: float) -> tuple[Array, Array, Array]:
-        scattered = section.runs(divisor, bucket).scattering_bytes(widths.gradient, layout.weight_ranks, len(workspace))
+        scattered = section.runs(divisor, bucket).scattering_bytes(
+            widths.gradient, layout.weight_ranks // layout.zero_groups, len(workspace)
+        )
         return missing, scattered, scattered + gathered
 
     return width_factor * workspace, runs, costs_with

@@ -1,12 +1,12 @@
 """Seconds of gradient reduction over data replicas (all-reduce, ZeRO, parameter servers, compression), exposed after overlap with backward.
 
 Reductions run in buckets concurrently with the last backward if a framework overlaps them, else at once after it. ZeRO (Rajbhandari et al.
-2020): stages 1 and 2 reduce-scatter gradients and all-gather the new weights; from stage 2 gradients are scattered every microbatch, since
-none stays unsharded; stage 3 gathers weights for every forward and backward, two layers ahead of use. With parameter servers gradients are
-pushed by bucket, and weights are pulled after the update, without overlap, through the server's port. Compressed reductions exchange and
-gather shards (`run.compressed`), between hosts after a reduction inside each, and packing takes compute time. With stale updates reductions
-overlap with the next steps too. On GPUs overlapped communication takes a fraction of its time from compute. Not modelled: buckets that
-start late, and random stragglers, which are the reason for stale updates.
+2020): stages 1 and 2 reduce-scatter gradients and all-gather the new weights behind the next forward (`run.residency.deferred_gathers`);
+from stage 2 gradients are scattered every microbatch, since none stays unsharded; stage 3 gathers weights for every forward and backward,
+two layers ahead of use. With parameter servers gradients are pushed by bucket, and weights are pulled after the update, without overlap,
+through the server's port. Compressed reductions exchange and gather shards (`run.compressed`), between hosts after a reduction inside each,
+and packing takes compute time. With stale updates reductions overlap with the next steps too. On GPUs overlapped communication takes a
+fraction of its time from compute. Not modelled: buckets that start late, and random stragglers, which are the reason for stale updates.
 """
 
 from __future__ import annotations
@@ -81,19 +81,17 @@ class _BucketQueue:
 
 
 def gradient_reduction_s(
-    pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths, bucket_bytes: float, window_s: float, each_s: float,
+    pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths, bucket_bytes: float, window: Seconds, each_s: float,
     step_s: float = 0.0,
 ) -> tuple[float, Seconds]:  # fmt: skip
     """Return (exposed seconds of a step, exposed collectives of every microbatch).
 
-    `window_s`: compute that reductions of a step may overlap with; `each_s`: the same for those of a microbatch;
+    `window`: compute that gathers (forward) and reductions (backward) of a step may overlap with; `each_s`: for those of a microbatch;
     `step_s`: the compute of a whole step. With staleness=K a step's reductions have the next K steps as their window, in which K
     more steps' reductions run too: so the overlap per step is one step, whatever K.
     """
-    after_s, packing_s, pull_s = 0.0, 0.0, 0.0
-    queues: list[_BucketQueue] = []
-    per_microbatch = Seconds()
-    devices = pricer.devices
+    after_s, packing_s, pull_s, gathers_s, num_buckets, beyond_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    devices, per_microbatch, queues = pricer.devices, Seconds(), list[_BucketQueue]()
     overlap, contention = devices.overlap(layout), devices.contention
     for axes, count in sums.reductions:
         group = pricer.group(layout, *axes)
@@ -114,28 +112,43 @@ def gradient_reduction_s(
             pull_s += push_pull_s(widths.weight * count, hops_of(pricer.cluster, group), layout.servers)[1]
         queue = _BucketQueue(size, num_full, bucket, each, tail)
         queues.append(queue)
-        weights = pricer.collective("all_gather", widths.weight * count, group) if layout.zero else 0.0
-        if layout.zero < 2:
-            after_s += queue.seconds + weights
-        elif layout.zero == 2:
-            per_microbatch += Seconds(0.0, queue.seconds)
-            after_s += weights
-        else:
-            num_gathers = 2 if layout.recomputes_layers else 1  # an upper bound if only some layers are recomputed
-            per_microbatch += Seconds(weights, num_gathers * weights + queue.seconds)
+        sharing, beyond = split_by_zero_group(group, layout)
+        weights = pricer.collective("all_gather", widths.weight * count, sharing) if layout.zero else 0.0
+        if layout.zero >= 2:  # shards are summed over the groups once for all microbatches, after the last
+            beyond_s += pricer.collective("all_reduce", size / sharing.size, beyond)
+        if layout.zero < 3:
+            gathers_s, num_buckets = gathers_s + weights, num_buckets + num_full + (rest > 0)
+        is_once = layout.zero < 2 or layout.scatters_last
+        after_s += queue.seconds * is_once
+        per_microbatch += Seconds(0.0, queue.seconds * (not is_once))
+        if layout.zero == 3:  # gathered anew for recomputed layers; an upper bound if only some are
+            per_microbatch += Seconds(weights, (1 + (layout.residency.recompute.kind == "full")) * weights)
     tied_s = _tied_reduction_s(pricer, layout, sums, widths)
     if devices.overlaps_tied_reduction:
         after_s += tied_s
     if layout.staleness:
-        after_s, pull_s = max(0.0, after_s + pull_s - overlap * step_s), 0.0
-    elif overlap and after_s:
-        window, total_bytes = overlap * window_s, sum(queue.size_bytes for queue in queues)
+        after_s, pull_s = max(0.0, after_s + pull_s + gathers_s - overlap * step_s), 0.0
+    elif overlap and after_s and layout.branch == 1:  # with branches reductions follow backward
+        window_s, total_bytes = overlap * window.backward, sum(queue.size_bytes for queue in queues)
         # Without buckets there are only tied weights.
-        shown = max((queue.exposed_s(after_s, window, total_bytes) for queue in queues), default=max(0.0, after_s - window))
+        shown = max((queue.exposed_s(after_s, window_s, total_bytes) for queue in queues), default=max(0.0, after_s - window_s))
         after_s = shown + contention * (after_s - shown)
+    if gathers_s and not layout.staleness:
+        after_s += _exposed_gathers_s(pricer, layout, gathers_s, num_buckets, overlap * window.forward)
     # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
-    after_s += packing_s + pull_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
+    after_s += packing_s + pull_s + beyond_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
     return after_s, _exposed_collectives(pricer, per_microbatch, each_s)
+
+
+def _exposed_gathers_s(pricer: Pricer, layout: Layout, gathers_s: float, num_buckets: float, window_s: float) -> float:
+    """Return the exposed seconds of gathers of updated weights (ZeRO-1 and 2) behind a forward of `window_s`.
+
+    Its first layer waits for the first of `num_buckets`. An update on the host, or under a custom schedule, waits for all.
+    """
+    if not window_s or layout.offloads_optimizer or layout.actions:
+        return gathers_s
+    shown = min(gathers_s, max(gathers_s / max(1.0, num_buckets), gathers_s - window_s))
+    return shown + pricer.devices.contention * (gathers_s - shown)
 
 
 def _divide_into_buckets(
@@ -175,7 +188,25 @@ def bucket_reduction_s(pricer: Pricer, layout: Layout, group: RankGroup, size_by
         return compressed_reduction_s(pricer, compression, size_bytes / widths.gradient, group, layout.zero, widths)
     if layout.servers:
         return push_pull_s(size_bytes, hops_of(pricer.cluster, group), layout.servers)[0], 0.0
-    return pricer.collective("reduce_scatter" if layout.zero else "all_reduce", size_bytes, group), 0.0
+    if not layout.zero:
+        return pricer.collective("all_reduce", size_bytes, group), 0.0
+    sharing, beyond = split_by_zero_group(group, layout)
+    beyond_s = pricer.collective("all_reduce", size_bytes / sharing.size, beyond) if layout.zero == 1 else 0.0
+    return pricer.collective("reduce_scatter", size_bytes, sharing) + beyond_s, 0.0
+
+
+def split_by_zero_group(group: RankGroup, layout: Layout) -> tuple[RankGroup, RankGroup]:
+    """Return the ranks of `group` that shard state among them, which are adjacent, and those with equal shards (`shard`).
+
+    >>> inside, beyond = split_by_zero_group(RankGroup(8, 2, 16), Layout(data=8, tensor=2, zero=1, shard=4))
+    >>> (inside.size, inside.stride), (beyond.size, beyond.stride)
+    ((4, 2), (2, 8))
+    """
+    num_groups = layout.zero_groups
+    if num_groups == 1 or group.size % num_groups or group.size == num_groups:
+        return group, RankGroup(1)
+    size = group.size // num_groups
+    return RankGroup(size, group.stride, group.num_ranks), RankGroup(num_groups, group.stride * size, group.num_ranks)
 
 
 def compressed_reduction_s(

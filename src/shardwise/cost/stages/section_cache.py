@@ -142,7 +142,7 @@ def operator_cost_classes(
     for i, op in enumerate(inventory.graph.operators):
         made_at.append(position)
         entered = tuple([(position - made_at[maker], met(item)) for maker, item in parts.reads[i]])
-        saved_keys, makes = tuple([met(item) for item in parts.saved[i]]), tuple([met(item) for item in parts.outputs[i]])
+        saved_keys, makes, arrived = (tuple([met(item) for item in items[i]]) for items in (parts.saved, parts.outputs, parts.arrivals))
         read = []
         for value in op.inputs:
             if value in of_parameters:
@@ -151,7 +151,7 @@ def operator_cost_classes(
         key = (
             parts.index[i], forward.get(i), backward.get(i), entered, saved_keys, makes, tuple(read), parts.extra_bytes[i],
             parts.working_bytes[i], parts.torch_bytes[i], *waiting[i], parts.weight_bytes[i], parts.data_sharded[i], parts.attention[i],
-            bool(parts.blocks[i]), weighted[i], op.name in free,
+            bool(parts.blocks[i]), weighted[i], op.name in free, parts.cheap[i], arrived,
         )  # fmt: skip
         numbers.append(kinds.setdefault(key, len(kinds)))
     return np.array(numbers, dtype=np.intp)

@@ -8,7 +8,7 @@ offloaded layers. A run is a sequence of operators of one numbered block, or bet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate
@@ -26,7 +26,8 @@ from shardwise.cost.operators.sharded_inventory import (
     saved_by_operator,
     total_saved,
 )
-from shardwise.plan.residency import Residency, split_segments
+from shardwise.cost.stages.cheap_recompute import CheapRun
+from shardwise.plan.residency import CHEAP, Residency, split_segments
 
 Array = NDArray[np.float64]
 
@@ -129,10 +130,11 @@ def residency_bytes(groups: BlockGroups, residency: Residency, stage: int, keeps
     """Return the bytes of a stage under a residency. `keeps_last_run`: offload of everything excludes the last run. `loads_by_operator`:
     offloaded tensors are loaded on demand (`loaded` and `forward_transient` are set); otherwise run by run (`loaded_by_run`)."""
     parts, half = groups.parts, groups.half
-    repeated = frozenset(residency.recomputed_layers(stage, groups.names))
+    repeated, cheap = _split_recomputed(groups, residency, stage)
     selective = residency.recompute.kind == "selective"
     segments = _split_segments(groups, residency, stage, keeps_last_run, repeated)
-    activations, counted = _saved_amounts(groups, segments, repeated, selective)
+    cheap_runs = {at: CheapRun(parts, one.operators) for at, one in enumerate(segments) if one.name in cheap and not one.is_offloaded}
+    activations, counted = _saved_amounts(groups, segments, repeated, selective, cheap_runs)
     there: list[BatchBytes] = []
     back: list[BatchBytes] = []
     forward: list[BatchBytes] = []
@@ -141,7 +143,7 @@ def residency_bytes(groups: BlockGroups, residency: Residency, stage: int, keeps
     present: list[float] = []
     total, host = NO_BYTES, CountedStorages()
     num_runs = Counter(name for name, _ in groups.runs)  # a layer interrupted by others has several
-    for segment in segments:
+    for at, segment in enumerate(segments):
         operators, is_offloaded = segment.operators, segment.is_offloaded
         loaded, nothing = NO_BYTES, [NO_BYTES] * len(operators)
         recomputed = on_demand = transient = nothing
@@ -154,9 +156,7 @@ def residency_bytes(groups: BlockGroups, residency: Residency, stage: int, keeps
                     on_demand, transient = [loaded] * len(operators), _forward_bytes(groups, operators, counted, is_saved=False)
             elif loads_by_operator:
                 transient = _rerun_bytes(parts, operators, half, counted)
-            recomputed = list(
-                accumulate(saved_by_operator(parts, operators, half, items))
-            )  # recomputed tensors of later operators are freed
+            recomputed = list(accumulate(saved_by_operator(parts, operators, half, items)))  # those of later operators are freed
         elif is_offloaded:
             total += total_saved(parts, operators, half, host)
             loaded = total_saved(parts, operators, half, set(counted))
@@ -165,6 +165,8 @@ def residency_bytes(groups: BlockGroups, residency: Residency, stage: int, keeps
                     _loaded_bytes(parts, operators, half, counted),
                     _forward_bytes(groups, operators, counted, is_saved=True),
                 )
+        elif at in cheap_runs:
+            recomputed = cheap_runs[at].recomputed_bytes(half, counted)
         elif selective:
             recomputed = _core_recomputed_bytes(groups, operators, counted)
             transient = _core_rerun_bytes(groups, operators, counted)
@@ -181,6 +183,12 @@ def residency_bytes(groups: BlockGroups, residency: Residency, stage: int, keeps
             BatchBytesColumns.of(at_once), np.array(away),
         np.array(present), total, num_moved, len(groups.names),
     )  # fmt: skip
+
+
+def _split_recomputed(groups: BlockGroups, residency: Residency, stage: int) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the layers that are recomputed as a whole, and those of which cheap operators are."""
+    chosen = frozenset(residency.recomputed_layers(stage, groups.names))
+    return (frozenset(), chosen) if residency.recompute.kind == CHEAP else (chosen, frozenset())
 
 
 def _split_segments(
@@ -201,15 +209,17 @@ def _split_segments(
 
 
 def _saved_amounts(
-    groups: BlockGroups, cut: Sequence[_Segment], repeated: frozenset[str], selective: bool
+    groups: BlockGroups, cut: Sequence[_Segment], repeated: frozenset[str], selective: bool, cheap_runs: Mapping[int, CheapRun]
 ) -> tuple[list[BatchBytes], CountedStorages]:
     """Return ([operator] -> bytes that it saves and no earlier one does, of tensors neither offloaded nor recomputed; those storages)."""
     activations: list[BatchBytes] = []
     counted = CountedStorages()
-    for segment in cut:
+    for at, segment in enumerate(cut):
         operators = segment.operators
         if segment.is_offloaded:
             activations += [NO_BYTES] * len(operators)
+        elif at in cheap_runs:
+            activations += cheap_runs[at].saved_bytes(groups.half, counted)
         elif segment.name in repeated:
             activations += [groups.count_entering(operators, counted), *[NO_BYTES] * (len(operators) - 1)]
         elif selective:
@@ -314,12 +324,24 @@ def is_recomputed(parts: ShardedInventory, operators: NDArray[np.intp], residenc
     """[operator of a stage] -> whether recomputation runs it twice."""
     if not residency.recompute.applies_to_layers:
         return np.zeros(len(operators), dtype=bool)
-    if not residency.recompute.is_partial and not residency.offload.is_partial:
+    is_cheap = residency.recompute.kind == CHEAP
+    if not residency.recompute.is_partial and not residency.offload.is_partial and not is_cheap:
         return parts.recomputed[operators]
     names = [parts.blocks[i] for i in operators.tolist()]
     layers = list(dict.fromkeys(name for name in names if name)) or [""]
     chosen = set(residency.recomputed_layers(stage, layers))
+    if is_cheap:
+        return _is_recomputed_cheaply(parts, operators.tolist(), names if any(names) else [""] * len(names), chosen)
     return np.array([name in chosen for name in names], dtype=bool)
+
+
+def _is_recomputed_cheaply(parts: ShardedInventory, operators: Sequence[int], names: Sequence[str], chosen: Set[str]) -> NDArray[np.bool_]:
+    found = np.zeros(len(operators), dtype=bool)
+    starts = run_starts(names)
+    for first, end in zip(starts, [*starts[1:], len(operators)], strict=True):
+        if names[first] in chosen:
+            found[[first + at for at in CheapRun(parts, operators[first:end]).rerun]] = True
+    return found
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def combine_stage_memory(stages: Sequence[StageMemory], schedule: Schedule, rank
 
     >>> from shardwise.plan.layout import Layout
     >>> from shardwise.schedules import schedule_of
-    >>> both = StageMemory(MemoryBreakdown(1.0), kept_bytes=8.0), StageMemory(MemoryBreakdown(2.0), kept_bytes=3.0)
+    >>> both = StageMemory(MemoryBreakdown(1.0), saved_bytes=8.0), StageMemory(MemoryBreakdown(2.0), saved_bytes=3.0)
     >>> schedules = [schedule_of(Layout(pipeline=2, microbatches=2, schedule=name)) for name in ("gems-mast", "chimera")]
     >>> [combine_stage_memory(both, schedule, 0).activations for schedule in schedules]
     [8.0, 11.0]

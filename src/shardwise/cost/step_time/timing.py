@@ -86,6 +86,7 @@ def balanced_sites(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
     key = (
         layout.axes, layout.num_stages, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel,
         layout.sample_parallel, layout.attention, layout.batch_norm, layout.shares, layout.inner,
+        layout.loss_chunks,
     )  # fmt: skip
     if key not in pricer.balanced_sites:
         tried = cut_candidates(pricer, layout)
@@ -172,11 +173,12 @@ def cut_candidates(pricer: Pricer, layout: Layout) -> list[StageCut]:
         raise Infeasible(f"{at} but the model can be cut in {len(cuts)} places; use {most}")
     # With several stages a rank there are many: those where least crosses, if they suffice.
     least = p - 1 if layout.chunks == 1 else p // 2
-    if cuts is not pricer.cuts:
+    if cuts is not (pricer.cuts if layout.loss_chunks == 1 else pricer.chunked_cuts):
         return select_cuts(cuts, least, _operator_work(pricer))
-    if least not in pricer.cut_candidates:
-        pricer.cut_candidates[least] = select_cuts(cuts, least, _operator_work(pricer))
-    return pricer.cut_candidates[least]
+    key = least, layout.loss_chunks > 1
+    if key not in pricer.cut_candidates:
+        pricer.cut_candidates[key] = select_cuts(cuts, least, _operator_work(pricer))
+    return pricer.cut_candidates[key]
 
 
 def _operator_work(pricer: Pricer) -> list[float]:

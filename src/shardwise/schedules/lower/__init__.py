@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from shardwise.plan.ir.program import Compute, Links, Program, Recv, Send, chain_links
 from shardwise.plan.ir.text import default_wants
-from shardwise.schedules.lower.gather import gather_weights
+from shardwise.schedules.lower.gather import gather_layers, gather_weights, overlap_zero
 from shardwise.schedules.lower.gradient_exchange import exchange_gradients
 from shardwise.schedules.lower.offload_recompute import offload, recompute
 from shardwise.schedules.lower.receive import advance_receives
@@ -28,8 +28,10 @@ __all__ = [
     "advance_receives",
     "complete_with_transfers",
     "exchange_gradients",
+    "gather_layers",
     "gather_weights",
     "offload",
+    "overlap_zero",
     "pipeline_program",
     "recompute",
     "reduce_gradients",

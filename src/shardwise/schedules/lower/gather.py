@@ -1,11 +1,16 @@
-"""All-gather weights before use and free them afterwards (ZeRO-3). In: a program. Out: the same with UNSHARD and RESHARD."""
+"""All-gather weights: before use, and freed afterwards (ZeRO-3), or once, after the update of the step before (ZeRO-1 and 2).
+
+In: a program. Out: the same with UNSHARD, and RESHARD where they are freed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from shardwise.plan.ir.program import Action, Compute, Manage, ManageOp, Program
+from shardwise.plan.ir.program import Action, Compute, ComputeOp, Manage, ManageOp, Program
+from shardwise.plan.ir.text import default_wants
+from shardwise.schedules.lower.reduce import reduce_gradients
 
 
 def gather_weights(program: Program, ahead: int = 1, stages: Collection[int] | None = None) -> Program:
@@ -19,6 +24,38 @@ def gather_weights(program: Program, ahead: int = 1, stages: Collection[int] | N
     0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
     """
     return replace(program, actions=tuple(tuple(_gather_in_row(row, ahead, stages)) for row in program.actions))
+
+
+def gather_layers(num_layers: int, ahead: int = 1) -> Program:
+    """Return the program of one microbatch through the layers of a ZeRO-3 stage, each a stage of it, and last the loss, without weights.
+
+    A layer's weights are one message, which is on its way `ahead` computes before its forward and its backward, and are freed after each:
+    at most `1 + ahead` layers are whole at a time.
+
+    >>> print(*gather_layers(2).actions[0])
+    0UNSHARD 1UNSHARD 0F0 0RESHARD 1F0 1RESHARD 2F0 1UNSHARD 2B0 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
+    """
+    order = range(num_layers + 1)
+    row = (*(Compute(ComputeOp.F, n, 0) for n in order), *(Compute(ComputeOp.B, n, 0) for n in reversed(order)))
+    program = Program(f"ZeRO-3 gathers of {num_layers} layers", num_layers + 1, ({},), (row,), default_wants((row,)))
+    return gather_weights(program, ahead, range(num_layers))
+
+
+def overlap_zero(program: Program, zero: int) -> Program:
+    """Gather updated weights behind the forward and reduce gradients behind the backward, as ZeRO-1 and 2 do.
+
+    Gathers of all stages are under way when the step begins, in the order of use; a stage's first forward waits for its own.
+    Gradients are reduced after the last backward, or (`zero=2`) after every one.
+
+    >>> print(*overlap_zero(Program.parse("links\\nrank 0: 1F0 0F0 0B0 1B0"), 1).actions[0])
+    1UNSHARD 0UNSHARD 1F0 0F0 0B0 0REDUCE_GRAD 1B0 1REDUCE_GRAD
+    """
+    reduced = reduce_gradients(program, every_microbatch=zero == 2)
+    rows = []
+    for row in reduced.actions:
+        stages = dict.fromkeys(action.stage for action in row if isinstance(action, Compute))
+        rows.append((*(Manage(ManageOp.UNSHARD, stage) for stage in stages), *row))
+    return replace(reduced, actions=tuple(rows))
 
 
 def _gather_in_row(row: tuple[Action, ...], ahead: int, stages: Collection[int] | None) -> list[Action]:

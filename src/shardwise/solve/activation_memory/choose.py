@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.devices import HOST_SLOWS
 from shardwise.cost.memory.memory import MARGIN, StageMemory
+from shardwise.cost.stages.base import LayerCost
 from shardwise.cost.stages.stage import StageCost, combine_stage_memory, memory_by_moment
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.heterogeneous import stage_device_memory, stage_pricer
@@ -27,7 +28,7 @@ from shardwise.cost.step_time.timing import PricedLayout, balanced_sites, price
 from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.ir.ranges import escape_name, shorten_names, write_counts
 from shardwise.plan.layout import Layout
-from shardwise.plan.residency import LayerChoice
+from shardwise.plan.residency import CHEAP, LayerChoice
 from shardwise.schedules import Schedule, schedule_of
 from shardwise.solve.activation_memory.residency import (
     ALL_CHOICES,
@@ -192,8 +193,7 @@ def added_time_lower_bound_s(pricer: Pricer, layout: Layout, sites: Sequence[str
     if excess > free[tightest] * (1 + 1e-9):
         return inf
     layers = [(count, layer) for count, layers in zip(counts[tightest].tolist(), layer_costs, strict=True) for layer in layers]
-    saved = np.array([count * layer.saved_bytes for count, layer in layers])
-    recompute_s = np.array([layer.forward_s + layer.collectives_s for _, layer in layers])
+    saved, recompute_s = _recomputable_costs(layers)
     copies, most = pricer_here.devices.copies(layout), float(counts[tightest].max())  # microbatches for which an offloaded byte is freed
     compute = sum((cost.compute for cost in pricer.stages(layout, sites, only=stages)), Seconds())
     order = np.argsort(recompute_s / np.maximum(saved, 1.0), kind="stable") if RECOMPUTE in allowed else np.zeros(0, dtype=np.intp)
@@ -206,6 +206,13 @@ def added_time_lower_bound_s(pricer: Pricer, layout: Layout, sites: Sequence[str
     recompute_times = np.interp(excess - offloaded * most, freed, spent_s)
     pairs = zip(offloaded.tolist(), recompute_times.tolist(), strict=True)
     return min((copies.with_copies(compute, size).total - compute.total + added_s for size, added_s in pairs), default=inf)
+
+
+def _recomputable_costs(layers: Sequence[tuple[float, LayerCost]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what recomputation may free, and its seconds: of each layer what its cheap operators make, and the rest with the others."""
+    freed = [(count * layer.cheap_bytes, count * (layer.saved_bytes - layer.cheap_bytes)) for count, layer in layers]
+    whole_s = [(layer.cheap_s, layer.forward_s + layer.collectives_s - layer.cheap_s) for _, layer in layers]
+    return np.maximum(0.0, np.array(freed).reshape(-1)), np.maximum(0.0, np.array(whole_s).reshape(-1))
 
 
 def _freeable_by_moment(schedule: Schedule, rank: int, memories: Sequence[StageMemory]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -249,10 +256,11 @@ def price_with_activation_memory(pricer: Pricer, layout: Layout, allowed: Sequen
 
 
 def describe_layer_choices(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> str:
-    """Describe which layers are offloaded and recomputed, with what it costs; empty where no layers are selected."""
+    """Describe which layers are offloaded and recomputed, with what it costs; empty where it is all layers or none, but for cheap ones."""
     residency = layout.residency
+    is_cheap = residency.recompute.kind == CHEAP
     if (layout.offloads_layers and not residency.offload.is_partial) or not (
-        residency.recompute.is_partial or residency.offload.is_partial
+        residency.recompute.is_partial or residency.offload.is_partial or is_cheap
     ):
         return ""
     stages_by_words: dict[str, list[int]] = {}
@@ -263,12 +271,14 @@ def describe_layer_choices(pricer: Pricer, layout: Layout, sites: Sequence[str])
         names = [layer.name for layer in layers]
         offloaded, recomputed = residency.offloaded_layers(stage, names), residency.recomputed_layers(stage, names)
         size = pricer_here.stage_state(inner, sites, stage).offloaded_bytes if offloaded else 0.0
-        recompute_s = sum(layer.forward_s + layer.collectives_s for layer in layers if layer.name in recomputed)
+        ours = [layer for layer in layers if layer.name in recomputed]
+        recompute_s = sum(layer.cheap_s if is_cheap else layer.forward_s + layer.collectives_s for layer in ours)
+        of_each = f" in their cheap operators, which frees {format_bytes(sum(layer.cheap_bytes for layer in ours))}" if is_cheap else ""
         overlap = "overlapping compute" if copies.overlap_compute else "not overlapping compute"
         copy_words = f" ({format_bytes(size)} and {format_seconds(size * copies.seconds_per_byte)} each way of a microbatch, {overlap})"
         words = (
             f"of {len(layers)} layers {len(offloaded)} are offloaded to the host{copy_words if offloaded else ''}, "
-            f"{len(recomputed)} are recomputed{f' ({format_seconds(recompute_s)})' if recomputed else ''}, "
+            f"{len(recomputed)} are recomputed{of_each}{f' ({format_seconds(recompute_s)})' if recomputed else ''}, "
             f"{len(layers) - len(offloaded) - len(recomputed)} keep their activations"
         )
         stages_by_words.setdefault(words, []).append(stage)
@@ -278,8 +288,8 @@ def describe_layer_choices(pricer: Pricer, layout: Layout, sites: Sequence[str])
     return "; ".join(f"stage{'s' if len(stages) > 1 else ''} {numbers[words]}: {words}" for words, stages in stages_by_words.items())
 
 
-def with_fewest_recomputed_segments(pricer: Pricer, layout: Layout) -> PricedLayout | None:
-    """Return `layout` with fewer layers recomputed, priced; None where all must be, and where not even all fit."""
+def with_fewest_recomputed_layers(pricer: Pricer, layout: Layout) -> PricedLayout | None:
+    """Return `layout`, which recomputes all layers, with fewer, priced; None where all must be, and where not even all fit."""
     if schedule_of(layout).has_replicas or layout.num_stages > layout.pipeline:
         return None
     try:
@@ -288,7 +298,8 @@ def with_fewest_recomputed_segments(pricer: Pricer, layout: Layout) -> PricedLay
         lengths = None if None in counts else [count or 0 for count in counts]
         if lengths is None or not any(lengths) or lengths == [_num_layers(pricer, layout, sites, s) for s in range(layout.num_stages)]:
             return None
-        return price(pricer, replace(layout, recompute=f"full:{write_counts(lengths if len(set(lengths)) > 1 else lengths[:1])}"), sites)
+        counts_text = write_counts(lengths if len(set(lengths)) > 1 else lengths[:1])
+        return price(pricer, replace(layout, recompute=f"{layout.recompute}:{counts_text}"), sites)
     except (Infeasible, LayoutError):
         return None
 
@@ -303,7 +314,7 @@ def _min_recomputed_layers(pricer: Pricer, layout: Layout, sites: Sequence[str],
     counts: list[int] = [*range(0, layers, layout.segment), layers]
 
     def fits(count: int) -> bool:
-        candidate = replace(layout, recompute=f"full:{count}") if count else replace(layout, recompute="none", segment=1)
+        candidate = replace(layout, recompute=f"{layout.recompute}:{count}") if count else replace(layout, recompute="none", segment=1)
         return pricer.stage_memories(candidate, sites, (stage,))[0].alone.total <= have
 
     if not fits(layers):

@@ -61,7 +61,7 @@ class StageLayers:
 
     Rows of `tried` (`encode_choices`) are choices as indices into `PREFERENCE_ORDER`, its columns layers.
 
-    >>> two, room = StageLayers([LayerCost("a", 1, 4, 1), LayerCost("b", 1, 4, 1)]), MemoryBudget(8, Seconds(2, 4), HostCopies(0.25, beside=False))
+    >>> two, room = StageLayers([LayerCost("a", 1, 4, 1), LayerCost("b", 1, 4, 1)]), MemoryBudget(8, Seconds(2, 4), HostCopies(0.25, overlap_compute=False))
     >>> tried = encode_choices([(KEEP, KEEP), (OFFLOAD, KEEP), (RECOMPUTE, KEEP), (RECOMPUTE, RECOMPUTE)])
     >>> two.seconds(tried, room), two.peak_bytes(tried, room)
     (array([6., 8., 7., 8.]), array([8., 4., 5., 5.]))
@@ -131,7 +131,7 @@ def choose_layers(layers: Sequence[LayerCost], budget: MemoryBudget, allowed: Se
         Infeasible: nothing fits, with the bytes of the largest layer.
 
     >>> three = [LayerCost(name, 1, 4, 0) for name in "abc"]
-    >>> choose_layers(three, MemoryBudget(8, Seconds(3, 6), HostCopies(0.25, beside=True)))
+    >>> choose_layers(three, MemoryBudget(8, Seconds(3, 6), HostCopies(0.25, overlap_compute=True)))
     ('offload', 'keep', 'keep')
     """
     count = len(layers)

@@ -8,6 +8,9 @@ grids larger than a node, where a line is never best, a model of compute and byt
 Also leading pipelines with each replica's stages on adjacent ranks (`neighbours=pipeline`), instead of its replicas. Sends between stages
 then cross a node's network ports less often, and gradient reductions cross them once for each stage of a node instead of once: it pays
 where activations outweigh weights (large images, boundaries of small microbatches), as for GEMS (Jain et al., SC'20).
+
+Also leading layouts with ZeRO inside nodes (`shard=N`): weights are gathered over a node's links, at the memory of N shards in place of
+all. It pays where rings over all replicas are long, as InternEvo's (arXiv 2401.09149) and MiCS (Zhang et al., VLDB 2022).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from shardwise.solve.bounds import base_lower_bound_s, check_base_state_fits, co
 from shardwise.solve.constraints import Constraint
 from shardwise.solve.space import MAX_MICROBATCHES, SearchSpace, admitted_rank_counts, divisors_of
 
+MAX_SHARDED_LAYOUTS = 3  # layouts with ZeRO inside nodes, before those that the mesh repeats
 MAX_ADJACENT_LAYOUTS = 4  # layouts with stages on adjacent ranks
 MIN_TENSOR_RANKS, MAX_LAYOUTS, MAX_GRIDS = 4, 2, 6  # tensor ranks at least; layouts, and grids of each, at most
 MAX_MULTI_NODE_MESHES = 2  # meshes with tensor ranks on several nodes
@@ -123,7 +127,7 @@ def _multi_node_grids(space: SearchSpace) -> Iterator[Layout]:
 def _estimated_s(pricer: Pricer, base: Layout, elements: float) -> float:
     """Seconds of a step in a grid. `elements`: as `_product_elements` counts them."""
     device, ranks = pricer.cluster.device, base.num_ranks
-    traffic_bytes = pricer.devices.widths(base.precision).weight * elements / 2 * pricer.batch_size / base.data / base.pipeline
+    traffic_bytes = pricer.devices.widths(base).weight * elements / 2 * pricer.batch_size / base.data / base.pipeline
     rows, columns = parse_grid(base.grid)
     sent_s = sum(
         pricer.collective("all_reduce", traffic_bytes / n, pricer.group(base, axis)) for axis, n in (("rows", columns), ("columns", rows))
@@ -161,3 +165,21 @@ def with_adjacent_stages(cluster: Cluster, priced: Iterable[PricedLayout], canno
             continue
         visited.add(layout.axes)
         yield replace(layout, neighbours=PIPELINE)
+
+
+def with_shards_in_nodes(cluster: Cluster, priced: Iterable[PricedLayout]) -> Iterator[Layout]:
+    """Yield leading layouts under ZeRO whose replicas are on several nodes, with state sharded among those of one node, or of two."""
+    visited: set[tuple[object, ...]] = set()
+    for candidate in sorted(priced, key=lambda p: p.prediction.step_time_s):
+        layout = candidate.layout
+        key = (layout.axes, layout.zero)
+        per_node = cluster.node_size // layout.replica_ranks
+        if not layout.zero or layout.shard or cluster.parts or per_node < 1 or key in visited or layout.neighbours == PIPELINE:
+            continue
+        if len(visited) == MAX_SHARDED_LAYOUTS:
+            return
+        visited.add(key)
+        for size in (per_node, 2 * per_node):
+            if 1 < size < layout.data and layout.data % size == 0:
+                with suppress(LayoutError):  # keys that do not go with it
+                    yield replace(layout, shard=size)
