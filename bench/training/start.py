@@ -31,6 +31,7 @@ PAGE = ROOT / "docs" / "benchmarks" / "start.md"
 SCRIPTS = Path(__file__).parent / "start_scripts"
 ALLOWED_S = {1: 2.0, 2: 4.0}
 LONGEST_S = 300.0
+CACHES = ("SHARDWISE_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")  # environment variables of folders
 
 INTRO = """Seconds from the start of the command to the line that all ranks print behind their first step; medians of rounds, in which
 the scripts take turns. `above`: shardwise less plain PyTorch, the median of rounds. Processor seconds are of all processes, to their
@@ -54,7 +55,8 @@ def start(script: str, ranks: int, cache: Path) -> Started:
         words = [*torchrun, *words]
     # Each rank has its share of the cores: torchrun's own choice, for both.
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "SHARDWISE_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")}
+    caches = {name: str(cache / name.lower()) for name in CACHES}  # all are empty in the first run of a round
+    env = {**os.environ, "OMP_NUM_THREADS": threads, **caches, "PYTHONPATH": str(ROOT / "src")}
     before, began = os.times(), time.perf_counter()
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Self
 
 import torch
@@ -20,12 +20,24 @@ import torch
 from shardwise.errors import Infeasible, ModelError
 
 
-def named_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf) of nested tuples, lists, dicts and dataclasses, in order: `0`, `1.mask`, `input_ids`."""
-    for key, value in _named_children(batch):
-        yield from named_leaves(value, f"{path}.{key}" if path else key)
-    if not _is_nested(batch):
-        yield path, batch
+def named_leaves(batch: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return (path, leaf) of nested tuples, lists, dicts and dataclasses, in order: `0`, `1.mask`, `input_ids`.
+
+    >>> named_leaves({"a": (1, [2]), "b": None})
+    [('a.0', 1), ('a.1.0', 2), ('b', None)]
+    """
+    leaves: list[tuple[str, Any]] = []
+    _append_leaves(batch, path, leaves)
+    return leaves
+
+
+def _append_leaves(x: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
+    list_children = _children_of(type(x))  # type: ignore[arg-type]
+    if list_children is None:
+        leaves.append((path, x))
+        return
+    for key, value in list_children(x):
+        _append_leaves(value, f"{path}.{key}" if path else key, leaves)
 
 
 def replace_leaves(batch: Any, leaves_by_path: Mapping[str, Any], path: str = "") -> Any:
@@ -34,9 +46,10 @@ def replace_leaves(batch: Any, leaves_by_path: Mapping[str, Any], path: str = ""
     >>> replace_leaves({"a": (1, [2])}, {"a.0": 3, "a.1.0": 4})
     {'a': (3, [4])}
     """
-    if not _is_nested(batch):
+    list_children = _children_of(type(batch))  # type: ignore[arg-type]
+    if list_children is None:
         return leaves_by_path[path]
-    items = {key: replace_leaves(value, leaves_by_path, f"{path}.{key}" if path else key) for key, value in _named_children(batch)}
+    items = {key: replace_leaves(value, leaves_by_path, f"{path}.{key}" if path else key) for key, value in list_children(batch)}
     if isinstance(batch, Mapping):
         named = dict(zip(batch, items.values(), strict=True))
         if type(batch) is dict:
@@ -57,21 +70,52 @@ def replace_leaves(batch: Any, leaves_by_path: Mapping[str, Any], path: str = ""
     return copied
 
 
-def _is_nested(x: Any) -> bool:
-    return isinstance(x, Mapping | tuple | list) or (dataclasses.is_dataclass(x) and not isinstance(x, type))
+@cache
+def _children_of(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | None:
+    """Return the function that lists (key, child) of nodes of a class; None for a class of leaves."""
+    if issubclass(kind, Mapping):  # before dataclasses: a ModelOutput is both, and its items exclude None
+        return lambda x: ((str(key), value) for key, value in x.items())
+    if issubclass(kind, tuple | list):
+        return lambda x: ((str(i), value) for i, value in enumerate(x))
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return lambda x: ((name, getattr(x, name)) for name in names if hasattr(x, name))
+    return None
 
 
-def _named_children(x: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(x, Mapping):  # before dataclasses: a ModelOutput is both, and its items exclude None
-        for key, value in x.items():
-            yield str(key), value
-    elif isinstance(x, tuple | list):
-        for i, value in enumerate(x):
-            yield str(i), value
-    elif _is_nested(x):
-        for field in dataclasses.fields(x):
-            if hasattr(x, field.name):
-                yield field.name, getattr(x, field.name)
+class BatchLeaves:
+    """The leaves of one batch, walked once: `by_path`, and `tensors` among them."""
+
+    def __init__(self, batch: Any) -> None:
+        self.by_path = dict(named_leaves(batch))
+        self.tensors = {path: leaf for path, leaf in self.by_path.items() if isinstance(leaf, torch.Tensor)}
+
+    @property
+    def num_rows(self) -> int:
+        """The size of dimension 0 of the first tensor that is no scalar. Raises ModelError without such a tensor."""
+        for x in self.tensors.values():
+            if x.dim():
+                return x.shape[0]
+        raise ModelError("the batch has no tensor with a dimension; its tensors need the samples in dimension 0")
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples that `with_sample_count` marked the batch with; 0 if one of its tensors is unmarked."""
+        return min((getattr(x, "shardwise_samples", 0) for x in self.tensors.values()), default=0)
+
+    @property
+    def key(self) -> Hashable | None:
+        """A hashable key of all that a step's plan depends on: paths, whole shapes, dtypes, plain values; None with other objects.
+
+        >>> x = torch.ones(2)
+        >>> BatchLeaves((x, 1)).key == BatchLeaves((x + 1, 1)).key, BatchLeaves((x, 1)).key == BatchLeaves((x, True)).key
+        (True, False)
+        """
+        tensors = tuple([(path, x.shape, x.dtype) for path, x in self.tensors.items()])
+        if len(self.tensors) == len(self.by_path):
+            return tensors
+        others = [(path, type(leaf), leaf) for path, leaf in self.by_path.items() if path not in self.tensors]
+        return (tensors, *others) if all(is_literal_value(leaf) for _, _, leaf in others) else None
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -97,10 +141,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def batch_size_of(batch: Any) -> int:
     """Return the size of dimension 0 of the first tensor that is no scalar. Raises ModelError without such a tensor."""
-    for _, leaf in named_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    raise ModelError("the batch has no tensor with a dimension; its tensors need the samples in dimension 0")
+    return BatchLeaves(batch).num_rows
 
 
 def with_sample_count(batch: Any, num_samples: int) -> Any:
@@ -117,7 +158,7 @@ def count_samples(batch: Any) -> int:
     >>> count_samples((x,)), count_samples((with_sample_count(x, 5),)), count_samples((x[:1],))
     (0, 5, 0)
     """
-    return min((getattr(x, "shardwise_samples", 0) for x in tensors_of(batch).values()), default=0)
+    return BatchLeaves(batch).num_samples
 
 
 _LITERALS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
@@ -146,9 +187,14 @@ class BatchSignature:
     @classmethod
     def of(cls, batch: Any) -> Self:
         """Return the signature of a batch."""
-        samples, tensors, fixed = batch_size_of(batch), {}, {}
-        for path, leaf in named_leaves(batch):
-            if isinstance(leaf, torch.Tensor):
+        return cls.of_leaves(BatchLeaves(batch))
+
+    @classmethod
+    def of_leaves(cls, leaves: BatchLeaves) -> Self:
+        """Return the signature of a batch with these leaves."""
+        samples, tensors, fixed = leaves.num_rows, {}, {}
+        for path, leaf in leaves.by_path.items():
+            if path in leaves.tensors:
                 batched = leaf.dim() > 0 and leaf.shape[0] == samples
                 kind = "float" if leaf.is_floating_point() else str(leaf.dtype)
                 tensors[path] = batched, tuple(leaf.shape[batched:]), kind
@@ -197,7 +243,7 @@ class BatchSignature:
 
 def tensors_of(batch: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch by path."""
-    return {path: leaf for path, leaf in named_leaves(batch) if isinstance(leaf, torch.Tensor)}
+    return BatchLeaves(batch).tensors
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -34,7 +34,7 @@ DEVICE_KEYS = ("gpus", "devices")
 SEQUENCE_KEYS = ("seq", "sequence")
 NON_LAYOUT_KEYS = (*DEVICE_KEYS, *SEQUENCE_KEYS, "batch", "cluster", "stack")
 TEXT_KEYS = (*(field.name for field in fields(Layout) if field.type == "str" and field.name in KEYS), "cluster", "stack")
-FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness", "servers"), 9
+FROM_ZERO, MOST_DIGITS = ("zero", "threads", "staleness", "servers", "shard"), 9
 
 
 @dataclass(frozen=True, slots=True)

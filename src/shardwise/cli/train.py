@@ -106,25 +106,19 @@ def run(path: Path, changes: Sequence[str], out: CommandOutput, reasons: bool = 
 
 
 def prove_before_start(config: TrainingConfig, plan: Plan, out: CommandOutput) -> None:
-    """Prove a plan, reduced to two ranks an axis where it can be. Raises VerifyError if it is not what the serial model computes."""
+    """Prove a plan, reduced if it is large. Raises VerifyError if it is not what the serial model computes."""
     from shardwise.api_prove import prove  # here: the command starts fast
-    from shardwise.errors import LayoutError, VerifyError
-    from shardwise.plan.reduced_layout import reduce_layout
+    from shardwise.errors import VerifyError
     from shardwise.train.optimizers import optimizer_of
     from shardwise.train.training_task import sequence_length_of
 
-    try:
-        reduce_layout(plan.layout)
-        ranks_per_axis = 2
-    except LayoutError:  # ranks unlike one another
-        ranks_per_axis = 0
     with out.working("proving the plan (run.prove)"):
         proof = prove(
             config.model.name, plan, plan.batch_size, optimizer=optimizer_of(config.train), sequence=sequence_length_of(config),
-            cut_everything=False, ranks_per_axis=ranks_per_axis,
+            cut_everything=False,
         )  # fmt: skip
     assert not isinstance(proof, tuple)
-    out.message(f"proof of {proof.model} under {proof.layout}: {proof.outcome}")
+    out.message(f"proof of {proof.model} under {proof.layout}: {proof.outcome}{f'; {proof.reduction}' if proof.reduction else ''}")
     if not proof.ok:
         raise VerifyError(
             f"the plan does not compute what the serial model does ({proof.outcome}), so nothing was started; plan another layout, or "

@@ -20,7 +20,7 @@ from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.sample_positions import DrawnShard
 from shardwise.lower.kernels.scaled import scaled_linear, supports_scaled_product
 from shardwise.lower.kernels.statistics import StatisticsGroups
-from shardwise.lower.lowering import Lowering, Nodes, bind_named, inner_group_name, outer_group_name, torch_operator
+from shardwise.lower.lowering import Lowering, Nodes, bind_named, called_function, inner_group_name, outer_group_name, torch_operator
 from shardwise.model.batch.random_draws import drawn_shape
 from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.graph import Arg, Operator, Ref, Word
@@ -34,6 +34,8 @@ from shardwise.ops.sliding_window import ResamplingWindow
 from shardwise.ops.vocabulary import MatmulKind
 from shardwise.plan.ir.axis import axis_of
 from shardwise.plan.ir.placement import Range, Shard, Strided, even_shard_ranges, is_disjoint_shard, is_halo, is_shard, position_ranges
+from shardwise.world import private
+from shardwise.world.attention_backend import scaled_dot_product_attention
 from shardwise.world.world import Group
 
 
@@ -102,6 +104,7 @@ class OperatorCall:
         if isinstance(target, FunctionType) or dtype:  # no operator, so generated code cannot name it
             called = bind_named(within, target)
             called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recompute matches operators by name
+            called.__dict__["called"] = called_function(target)
             return self.nodes.add(called, tuple(args), kwargs)
         return self.nodes.add(within, (target, *args), kwargs)
 
@@ -110,7 +113,7 @@ class OperatorCall:
         weight = self.lowering.graph.tensors[self.op.inputs[1]]
         if not supports_scaled_product(weight.shape):
             return None
-        kernel = bind_named(scaled_linear, *self.scale_groups())
+        kernel = bind_named(scaled_linear, *self.scale_groups(), scales_tensors=self.lowering.precision.scales_tensors)
         kernel.__name__ = kernel.__qualname__ = "linear"
         return kernel
 
@@ -294,3 +297,15 @@ def _call_under_autocast(device: str, dtype: torch.dtype, target: Callable[..., 
 def _full_precision(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         return target(*args, **kwargs)
+
+
+def function_called_by(node: fx.Node) -> Callable[..., Any]:
+    """Return the operator or function that a node calls, without bound arguments and autocast regions."""
+    target: Any = node.args[0] if node.target is _full_precision else node.target
+    return called_function(target)
+
+
+def runs_under_ambient_autocast(node: fx.Node) -> bool:
+    """Return whether a node calls an operator of torch's under the autocast of its stage, and not under one of its own."""
+    target: Any = node.target
+    return target is not _full_precision and (private.is_operator(target) or called_function(target) is scaled_dot_product_attention)

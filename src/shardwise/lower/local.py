@@ -15,10 +15,12 @@ from torch import Tensor, fx
 
 from shardwise.errors import LayoutError
 from shardwise.lower.call import OperatorCall
+from shardwise.lower.chunked_loss import chunk_losses
 from shardwise.lower.lowering import Lowering, Nodes, Variant, bind_named, wait_for_constant
 from shardwise.lower.operator_lowering import lower_operator
 from shardwise.lower.redistribute import scale_gradient
 from shardwise.lower.regions import BranchTransfer, exchange_region_values, group_by_region
+from shardwise.model.chunked_loss import find_chunkable_losses
 from shardwise.model.gradients import values_needing_gradient
 from shardwise.model.graph import Operator, running_statistics_of, writes_buffer, written_buffers
 from shardwise.model.sharding.sharding import BranchOwners, redistribution_collectives
@@ -100,6 +102,8 @@ class _StageLowering:
         for value, variants in self.nodes_of.items():
             for variant, node in variants.items():
                 node.meta["value"] = (value, variant)
+        if low.loss_chunks > 1:
+            chunk_losses(self.nodes.graph, find_chunkable_losses(low.graph), stage.operators, low.loss_chunks)
         self.nodes.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.nodes.graph, class_name=f"Stage{stage.index}")
         return LocalStage(module, variables, received, sent, stage.results, forms)

@@ -62,7 +62,8 @@ class Lowering:
     constants possibly in flight when a stage begins, for which `pending_constants` waits where they are first read. `local_statistics`:
     axes along which batch norm statistics are per rank. `precision`: of products, with autocast where it says so. `local_reductions`: of
     variables, gradient handling where nobody else reduces over the axes over which this graph leaves partial sums. `pages`: of a decoder,
-    the paged cache of earlier keys and values. `training_graph`: that with which parameters were allocated, if it is another one."""
+    the paged cache of earlier keys and values. `training_graph`: that with which parameters were allocated, if it is another one.
+    `loss_chunks`: chunks of rows in which logits and their loss are computed."""
 
     graph: Graph
     sharding: Sharding
@@ -80,6 +81,7 @@ class Lowering:
     local_reductions: Mapping[str, LocalGradientReduction] = field(default_factory=dict)
     pages: PagedCache | None = None
     training_graph: Graph | None = None
+    loss_chunks: int = 1
     tried_functions: set[object] = field(default_factory=set)  # users' autograd functions with the shards on which they were checked
 
     @property
@@ -126,12 +128,22 @@ class Lowering:
         return getattr(torch, self.precision.product_dtype if value in self._narrow_values else self.graph.tensors[value].dtype)  # type: ignore[no-any-return]
 
     @cached_property
+    def _held_narrow(self) -> frozenset[str]:
+        """Names of the parameters that are read in fewer bits than the optimizer updates."""
+        return narrow_parameters(self.training_graph or self.graph) if self.precision.held_dtype else frozenset()
+
+    @cached_property
+    def held_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype in which these parameters are read, by graph value."""
+        names = self._held_narrow
+        return {v.value: getattr(torch, self.precision.held_dtype) for v in self.graph.parameters if v.name in names}
+
+    @cached_property
     def _narrow_values(self) -> frozenset[str]:
         """Values that autocast narrows. GPUs have other lists; values not known to be narrow keep their traced dtype."""
         if not self.precision.product_dtype or self.device.type != "cpu":
             return frozenset()
-        held = narrow_parameters(self.training_graph or self.graph) if self.precision.held_dtype else frozenset()
-        casted = apply_autocast(self.graph, held).tensors
+        casted = apply_autocast(self.graph, self._held_narrow).tensors
         return frozenset(value for value, t in casted.items() if t.dtype != self.graph.tensors[value].dtype)
 
     @cached_property
@@ -162,7 +174,9 @@ class Nodes:
 
     def redistribute(self, node: fx.Node, group: Group, source: Placement, target: Placement) -> fx.Node:
         """Add a redistribution. Groups are bound, since generated code can only name numbers and text."""
-        return self.add(bind_named(redistribute, source=source, target=target, group=group), (node,))
+        added = self.add(bind_named(redistribute, source=source, target=target, group=group), (node,))
+        added.meta["redistribution"] = (source, target, group)
+        return added
 
 
 def torch_operator(target: str) -> Callable[..., Any]:
@@ -171,14 +185,20 @@ def torch_operator(target: str) -> Callable[..., Any]:
 
 
 def bind_named(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:
-    """Bind arguments as `functools.partial` does, with a name that fx can write into generated code."""
+    """Bind arguments as `functools.partial` does, with a name that fx can write into generated code. `bound`: those by name."""
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         return function(*first, *args, **named, **kwargs)
 
     bound.__name__ = bound.__qualname__ = function.__name__.lstrip("_")
     bound.__module__ = function.__module__
+    bound.__dict__.update(bound=named, called=called_function(function))
     return bound
+
+
+def called_function(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that bound arguments are added to."""
+    return getattr(target, "called", target)
 
 
 def wait_for_constant(arrival: PendingConstants, x: Tensor) -> Tensor:

@@ -48,16 +48,17 @@ class GradientSink(Protocol):
 Formula = Callable[[Tensor, Tensor, Tensor, "list[Any]"], Tensor]
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """Return a tensor as a matrix: its last dimension, and all others as rows."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _linear_gradient(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
-    return _as_rows(grad).t() @ _as_rows(x)
+    return as_rows(grad).t() @ as_rows(x)
 
 
 def _matmul_gradient(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
-    return _as_rows(x).t() @ _as_rows(grad)
+    return as_rows(x).t() @ as_rows(grad)
 
 
 def _bmm_gradient(x: Tensor, grad: Tensor, weight: Tensor, args: list[Any]) -> Tensor:
@@ -134,8 +135,8 @@ class _WeightGradientSite:
         if self.views or x.dtype is not self.parameter.dtype or grad.dtype is not x.dtype:
             return None
         if self.formula is _linear_gradient:
-            return _as_rows(grad).t(), _as_rows(x)
-        return (_as_rows(x).t(), _as_rows(grad)) if self.formula is _matmul_gradient else None
+            return as_rows(grad).t(), as_rows(x)
+        return (as_rows(x).t(), as_rows(grad)) if self.formula is _matmul_gradient else None
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return the parameter's gradient."""

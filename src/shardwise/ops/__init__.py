@@ -29,13 +29,13 @@ from shardwise.ops.pointwise import elementwise_rule_of_shapes
 from shardwise.ops.record import Op, RuleOfTensors, Shape
 from shardwise.ops.rule import BLOCKED, HALO, Labels, Rule, parse, restrict_rule
 from shardwise.ops.sliding_window import Window
-from shardwise.ops.vocabulary import Linearity
+from shardwise.ops.vocabulary import CostKind, Linearity, LoweringKind, MatmulKind
 from shardwise.plan.ir.placement import D, P, Placement, R, is_shard
 
 __all__ = [
-    "BLOCKED", "RECORDS", "Labels", "Op", "Rule", "elementwise_rule_of_shapes", "is_elementwise", "is_identity", "is_random", "is_sum",
-    "jointly_linear_in", "parse", "partial_placements", "reads_partial", "record_of", "record_of_target", "rule_of", "separately_linear_in",
-    "windows_of", "writes_in_place",
+    "BLOCKED", "RECORDS", "Labels", "Op", "Rule", "elementwise_rule_of_shapes", "is_cheap_to_recompute", "is_elementwise", "is_identity",
+    "is_random", "is_sum", "jointly_linear_in", "parse", "partial_placements", "reads_partial", "record_of", "record_of_target", "rule_of",
+    "separately_linear_in", "windows_of", "writes_in_place",
 ]  # fmt: skip
 
 FAMILIES = (attention, experts, lookups, losses, creation, norms, pointwise, products, recurrent, reductions, transforms, views, windows)
@@ -130,6 +130,18 @@ def is_random(op: Operator) -> bool:
         return creation.is_random_by_name(op.target.split(".")[1])
     is_active = record.draw.is_active
     return is_active(op) if callable(is_active) else is_active
+
+
+_CHEAP_KINDS = (CostKind.ELEMENTWISE, CostKind.ACTIVATION, CostKind.NORM, CostKind.SOFTMAX, CostKind.CREATION, CostKind.VIEW)
+
+
+def is_cheap_to_recompute(record: Op) -> bool:
+    """Return whether running an operator again costs about as much as reading and writing its tensors: no product, look-up, loss or sliding
+    window, nothing that writes statistics or draws other numbers than dropout's, and no operator without a record."""
+    is_computed = record.product.kind == MatmulKind.NONE and record.product.flops is None and record.recurrence is None
+    has_state = record.statistics.positions is not None or (bool(record.draw.is_active) and record.lowering != LoweringKind.DROPOUT)
+    is_local = record.windows is None and not record.reduction.is_loss and not record.expert_stage
+    return bool(record.names) and record.kind in _CHEAP_KINDS and is_computed and is_local and not has_state
 
 
 def is_identity(op: Operator) -> bool:

@@ -84,9 +84,8 @@ class Function:
 
     `cls` is the class, `arguments` and `keywords` are those of its `apply`, with a `Slot` for each tensor; `key` is the same in comparable
     form. `rule` is derived from its forward and backward (`shardwise.capture.autograd_functions`); `requires_grad`: by tensor, whether it
-    gets a
-    gradient. FLOPs are of matrix products, bytes are read and written; `saved`: numbers of the tensors (outputs after inputs) saved for
-    backward, `extra_bytes` what it saves besides, `working_bytes` temporaries of backward besides gradients. `has_linear_backward`:
+    gets a gradient. FLOPs are of matrix products, bytes are read and written; `saved`: numbers of the tensors (outputs after inputs) saved
+    for backward, `extra_bytes` what it saves besides, `working_bytes` temporaries of backward besides gradients. `has_linear_backward`:
     backward maps partial sums of a gradient to partial sums. `is_float64`: float32 constants become float64.
     """
 

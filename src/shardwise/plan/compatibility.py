@@ -13,6 +13,8 @@ from shardwise.plan.residency import strip_layers
 ValueTable = Mapping[str, tuple[int | str, ...]]
 # Values of `split`: one for all microbatches, or one for each by its length.
 SPLIT_FIXED, SPLIT_BY_LENGTH = "fixed", "lengths"
+# Values of `scatter`: gradients are reduce-scattered in each microbatch, or in the last one.
+EACH, LAST = "each", "last"
 # Values that go with stages of different arrangements.
 INNER_WITH: dict[str, tuple[int | str, ...]] = {
     "schedule": ("sequential", "gpipe", "1f1b", "zb-h1", "zb-h2"),
@@ -63,29 +65,26 @@ UNCAPTURED_WITH: dict[str, tuple[int | str, ...] | None] = {
     "chunks": (1,), "expert": (1,), "sequence_parallel": ("off",), "sample_parallel": ("off",), "offload": ("none", "optimizer"),
     "all_reduce": None, "compress": None, "inner": ("",), "staleness": None, "servers": None, "context": (1,), "attention": (AUTO,),
     "spatial": ("1",), "channel": (1,), "branch": (1,), "neighbours": ("branch",), "lend": None, "segment": (1,), "shares": ("",),
-    "batch_norm": ("exact",), "compile": ("off",), "split": (SPLIT_FIXED,), "gradients": ("float32",),
+    "batch_norm": ("exact",), "compile": ("off",), "split": (SPLIT_FIXED,), "gradients": ("float32",), "shard": (0,),
+    "scatter": (EACH,), "loss_chunks": (1,),
 }  # fmt: skip
-# Values that go with compiled stages: no gather, offload or recompute inside of them, and no split backward.
+# Values that go with compiled stages: no offload or recompute inside of them, and no split backward.
 COMPILE_WITH: dict[str, tuple[int | str, ...]] = {
     "expert": (1,),
     "branch": (1,),
-    "zero": (0, 1, 2),
     "recompute": ("none",),
     "offload": ("none", "optimizer"),
     "schedule": tuple(name for name in SCHEDULES if not name.startswith("zb-")),
 }
 # Values that go with 16-bit weights of which the optimizer has float32 pieces, and with 16-bit gradients of those.
-MIXED_WITH: dict[str, tuple[int | str, ...]] = {
-    "offload": ("none", "activations"),
-    "staleness": (0,),
-    "servers": (0,),
-    "pipeline": (1,),
-    "inner": ("",),
-    "expert": (1,),
-    "branch": (1,),
-    "compile": ("off",),
+MIXED_WITH: dict[str, tuple[int | str, ...]] = {"servers": (0,)}
+# A schedule of the user's own says itself when gradients are scattered.
+SCATTER_LAST_WITH: dict[str, tuple[int | str, ...]] = {"schedule": SCHEDULES}
+# Values that go with a loss in chunks of rows: float8 has one scale for all rows.
+LOSS_CHUNKS_WITH: dict[str, tuple[int | str, ...]] = {
+    "precision": tuple(name for name, precision in PRECISIONS.items() if not precision.linear_dtype)
 }
-NARROW_GRADIENTS_WITH: dict[str, tuple[int | str, ...]] = {"precision": (MIXED,), "compress": ("none",)}
+NARROW_GRADIENTS_WITH: dict[str, tuple[int | str, ...]] = {"precision": (MIXED, "float8", "float8-rows"), "compress": ("none",)}
 # Values that go with a split by length: weights that do not depend on it, and microbatches in sequence.
 SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
     "pipeline": (1,),
@@ -104,11 +103,28 @@ SPLIT_WITH: dict[str, tuple[int | str, ...]] = {
 }
 
 
+# Values that go with ZeRO inside groups of replicas (shard).
+SHARD_WITH: dict[str, tuple[int | str, ...]] = {
+    "expert": (1,),
+    "branch": (1,),
+    "inner": ("",),
+    "compress": ("none",),
+    "all_reduce": (AUTO, "native"),
+    "staleness": (0,),
+    "servers": (0,),
+    "split": (SPLIT_FIXED,),
+}
+
+
 class ReplicaOptions(Protocol):
     """Keys of a layout that concern its replicas."""
 
     @property
     def data(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def shard(self) -> int: ...
     @property
     def branch(self) -> int: ...
     @property
@@ -120,9 +136,26 @@ class ReplicaOptions(Protocol):
     @property
     def gradients(self) -> str: ...
     @property
+    def scatter(self) -> str: ...
+    @property
+    def loss_chunks(self) -> int: ...
+    @property
     def staleness(self) -> int: ...
     @property
     def servers(self) -> int: ...
+
+
+def refuse_zero(layout: ReplicaOptions) -> str:
+    """Return why a layout's state cannot be sharded so; empty where it can, or need not."""
+    if layout.zero not in (0, 1, 2, 3):
+        return f"zero={layout.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3"
+    if layout.shard == 1:
+        return "shard=1 shards state among one replica, which is none; use zero=0, or shard=2 or more"
+    if layout.shard and layout.data % layout.shard:
+        return f"shard={layout.shard} does not divide data={layout.data}, over whose replicas state is sharded"
+    if layout.shard in (0, layout.data):
+        return ""
+    return refuse_incompatible(layout, SHARD_WITH, f"shard={layout.shard}", "shard=0 (all replicas)")
 
 
 def refuse_staleness(layout: ReplicaOptions) -> str:
@@ -157,6 +190,10 @@ def refuse_combinations(layout: ReplicaOptions) -> str:
         reason = refuse_incompatible(layout, SPLIT_WITH, f"split={SPLIT_BY_LENGTH}", f"split={SPLIT_FIXED}")
     if not reason and PRECISIONS[layout.precision].held_dtype:
         reason = refuse_incompatible(layout, MIXED_WITH, f"precision={layout.precision}", "precision=bfloat16")
+    if not reason and layout.scatter == LAST:
+        reason = refuse_incompatible(layout, SCATTER_LAST_WITH, f"scatter={LAST}", f"scatter={EACH}")
+    if not reason and layout.loss_chunks > 1:
+        reason = refuse_incompatible(layout, LOSS_CHUNKS_WITH, f"loss_chunks={layout.loss_chunks}", "loss_chunks=1")
     if not reason and layout.gradients != "float32":
         reason = refuse_incompatible(layout, NARROW_GRADIENTS_WITH, f"gradients={layout.gradients}", "gradients=float32")
     return reason

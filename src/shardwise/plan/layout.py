@@ -15,6 +15,7 @@ from shardwise.plan.compatibility import (
     refuse_incompatible,
     refuse_servers,
     refuse_staleness,
+    refuse_zero,
     server_ranks,
 )
 from shardwise.plan.ir.axis import (  # fmt: skip
@@ -44,11 +45,11 @@ from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.program import Program
 from shardwise.plan.ir.schedule_sizes import CHUNKED, SCHEDULES, chunks_of, refuse_sizes
 from shardwise.plan.layout_words import CHOICES, refuse_words, resolve_aliases
-from shardwise.plan.residency import Residency, refuse_segment
+from shardwise.plan.residency import Residency, refuse_residency
 from shardwise.plan.unequal_ranks import StageSizes, first_ranks_of_stages, format_shares, parse_inner, parse_shares
 
 _choice_values = attrgetter(*(key for key in CHOICES if key != "schedule"))
-COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment")
+COUNTS = ("data", "tensor", "pipeline", "microbatches", "chunks", "expert", "branch", "context", "channel", "segment", "loss_chunks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +77,13 @@ class Layout:
     `segment`: layers that `recompute=full` recomputes together, of which only the input of the first is saved.
     `batch_norm`: whether its statistics are those of the whole (micro)batch, or of each data replica's samples (`local`), which trains
     something else.
+    `shard`: adjacent data replicas among which `zero` shards state, each such group holding all of it; 0: all. No effect without `zero`.
     `compile`: whether torch's computation between collectives is compiled, stage by stage, which takes a minute or more at the start.
     `gradients`: dtype in which they are summed over microbatches and ranks (with precision=bfloat16-mixed).
+    `scatter`: whether, with zero=2 and 3, gradients are reduce-scattered in each microbatch, or in the last only.
+    `loss_chunks`: parts of the rows of a microbatch in which logits and their cross-entropy are computed, one after another.
     `split`: whether every microbatch has the layout's data x context, or, by its length, the fastest split of the same ranks.
-    `actions`: text of a custom schedule, whatever its file contains by now; empty for a named one.
-    `collective`: text of a custom all-reduce, likewise.
+    `actions`: text of a custom schedule, whatever its file contains by now; empty for a named one. `collective`: likewise of an all-reduce.
     `begins`: of stages with unequal numbers of ranks (`inner`) the first rank of each, and the total.
     """
 
@@ -116,7 +119,10 @@ class Layout:
     batch_norm: str = "exact"
     compile: str = "off"
     gradients: str = "float32"
+    scatter: str = "each"
     split: str = SPLIT_FIXED
+    shard: int = 0
+    loss_chunks: int = 1
     actions: str = field(default="", repr=False)
     collective: str = field(default="", repr=False)
     begins: tuple[int, ...] = field(default=(), repr=False)
@@ -127,8 +133,9 @@ class Layout:
         parse_spatial(self.spatial)
         if self.threads < 0:
             raise LayoutError(f"threads={self.threads}; use threads=0 for an equal share of the cores, or a count")
-        if self.zero not in (0, 1, 2, 3):
-            raise LayoutError(f"zero={self.zero} is unknown; ZeRO has the stages zero=0 (off), 1, 2 and 3")
+        _raise_if_refused(refuse_zero(self))
+        if self.shard == self.data:
+            object.__setattr__(self, "shard", 0)
         self._check_custom()
         self._check_collective()
         self._check_words()
@@ -140,8 +147,8 @@ class Layout:
             raise LayoutError(f"expert={self.expert} does not divide data={self.data}, over whose replicas experts are spread")
         if self.compress != "none":
             object.__setattr__(self, "compress", str(Compression.parse(self.compress)))  # canonical form
-            _raise_if_refused(refuse_compression(self.compress, self.data, self.zero, self.all_reduce))
-            _raise_if_refused(refuse_scaled_compression(self.compress, self.precision))
+            refused = refuse_compression(self.compress, self.data, self.zero, self.all_reduce)
+            _raise_if_refused(refused or refuse_scaled_compression(self.compress, self.precision))
         self._check_shares()
         self._check_inner()
         _raise_if_refused(refuse_staleness(self) or refuse_servers(self) or refuse_combinations(self))
@@ -159,9 +166,8 @@ class Layout:
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "grid", grid)
         if self.sample_parallel == "on":
-            raise LayoutError(
-                f"sample_parallel=on with tensor={self.grid} is not supported: tensor ranks that cut samples are in a line; leave one out"
-            )
+            why = "tensor ranks that cut samples are in a line"
+            raise LayoutError(f"sample_parallel=on with tensor={self.grid} is not supported: {why}; leave one out")
 
     def _check_words(self) -> None:
         """Refuse unknown words, and normalise synonyms and keys that have no effect in this layout."""
@@ -198,14 +204,13 @@ class Layout:
                 raise LayoutError(
                     f"{choice.key}={choice} counts layers of {len(choice.counts)} stages, and there are {self.num_stages}: {self}"
                 )
-        _raise_if_refused(refuse_segment(residency, self.zero))
+        _raise_if_refused(refuse_residency(residency, self.zero))
 
     def _check_custom(self) -> None:
         """Check a custom schedule against the ranks and microbatches; a named one has no actions."""
         if self.schedule in SCHEDULES:
             object.__setattr__(self, "actions", "")
-            return
-        if self.actions:
+        elif self.actions:
             check_schedule_name(self.schedule, SCHEDULES)
             if reason := refuse_custom(self.schedule, custom_program(self.schedule, self.actions), self.pipeline, self.microbatches):
                 raise LayoutError(reason)
@@ -229,8 +234,8 @@ class Layout:
             return
         object.__setattr__(self, "shares", format_shares(parse_shares(self.shares, self.data)))
         set_keys = {"expert": self.expert > 1, "sample_parallel": self.sample_parallel == "on", "batch_norm": self.batch_norm == "local"}
-        if self.shares and any(set_keys.values()):
-            conflict = next(f"{key}={getattr(self, key)}" for key, is_so in set_keys.items() if is_so)
+        conflict = next((f"{key}={getattr(self, key)}" for key, is_so in set_keys.items() if is_so), "")
+        if self.shares and conflict:
             raise LayoutError(f"shares={self.shares} with {conflict}, which needs equal samples on all replicas; leave one out")
 
     def _check_inner(self) -> None:
@@ -242,9 +247,9 @@ class Layout:
                 f"tensor={self.grid} with inner={self.inner} is not supported: tensor ranks of such stages are in a line; leave one out"
             )
         sizes = parse_inner(self.inner)
+        data, tensor = sizes[0]
         if len(sizes) != self.pipeline:
             raise LayoutError(f"inner={self.inner} arranges {len(sizes)} stages, and pipeline={self.pipeline}; give data x tensor of each")
-        data, tensor = sizes[0]
         if (self.data, self.tensor) not in ((1, 1), (data, tensor)):
             raise LayoutError(f"inner={self.inner} begins with {data}x{tensor}, and data={self.data} tensor={self.tensor}; leave those out")
         object.__setattr__(self, "data", data)
@@ -254,9 +259,8 @@ class Layout:
             object.__setattr__(self, "begins", ())
             return
         object.__setattr__(self, "begins", first_ranks_of_stages(sizes, self.position_ranks))
-        _raise_if_refused(
-            refuse_incompatible(self, INNER_WITH, f"stages that are arranged differently (inner={self.inner})", "leave inner out")
-        )
+        word = f"stages that are arranged differently (inner={self.inner})"
+        _raise_if_refused(refuse_incompatible(self, INNER_WITH, word, "leave inner out"))
 
     @property
     def stage_sizes(self) -> StageSizes:
@@ -294,8 +298,8 @@ class Layout:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Return whether layers, some or all, are recomputed in backward."""
-        return self.recompute.startswith("full")
+        """Return whether layers, some or all, are recomputed in backward, as a whole or their cheap operators."""
+        return self.recompute.startswith(("full", "cheap"))
 
     @property
     def offloads_layers(self) -> bool:
@@ -316,6 +320,11 @@ class Layout:
     def num_stages(self) -> int:
         """Number of pipeline stages, `chunks` on every rank; of a custom schedule those that it computes."""
         return self.pipeline * self.chunks if self.program is None else self.program.num_stages
+
+    @property
+    def scatters_last(self) -> bool:
+        """Return whether sharded gradients are reduce-scattered in the last microbatch only (with branches behind it): whole ones wait."""
+        return self.zero >= 2 and (self.branch > 1 or (self.scatter == "last" and self.microbatches > 1))
 
     def with_schedule(self, name: str, actions: str) -> Layout:
         """Return the layout under a custom schedule, from a file called `name`."""
@@ -365,8 +374,7 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh: pipeline outermost, with the least traffic, unless its stages are neighbours; tensor innermost, with the
-        most."""
+        """Return the mesh: pipeline outermost, with the least traffic, unless its stages are neighbours; tensor innermost."""
         return Mesh(self.axes, self.begins)
 
     @property
@@ -408,16 +416,17 @@ class Layout:
 
     @property
     def weight_ranks(self) -> int:
-        """Number of ranks of one pipeline stage that hold the same weights, and among which ZeRO divides state."""
+        """Number of ranks of one pipeline stage that hold the same weights."""
         return self.data * self.position_ranks * self.branch
 
     @property
-    def inner_axes(self) -> tuple[tuple[str, int], ...]:
-        """Return the mesh axes of the ranks that share their samples, with their sizes, outermost first.
+    def zero_groups(self) -> int:
+        """Number of groups of these ranks that each hold all state under ZeRO, sharded among the ranks of a group."""
+        return self.data // self.shard if self.shard and self.zero else 1
 
-        >>> Layout.parse("spatial=2x2").inner_axes
-        (('height', 2), ('width', 2), ('tensor', 1))
-        """
+    @property
+    def inner_axes(self) -> tuple[tuple[str, int], ...]:
+        """Return the mesh axes of the ranks that share their samples, with their sizes, outermost first."""
         branch = ((BRANCH, self.branch),) if self.branch > 1 else ()
         context = (("context", self.context),) if self.context > 1 else ()
         channel = ((CHANNEL, self.channel),) if self.channel > 1 else ()
@@ -425,11 +434,7 @@ class Layout:
 
     @property
     def tensor_axes(self) -> tuple[tuple[str, int], ...]:
-        """Return the mesh axes of the tensor ranks with their sizes, outermost first: `tensor`, or those of a grid.
-
-        >>> Layout(tensor=4).tensor_axes, Layout.parse("tensor=2x2").tensor_axes
-        ((('tensor', 4),), (('rows', 2), ('columns', 2)))
-        """
+        """Return the mesh axes of the tensor ranks with their sizes, outermost first: `tensor`, or those of a grid."""
         return axes_of(self.tensor, self.grid)
 
     def __str__(self) -> str:
@@ -437,9 +442,7 @@ class Layout:
         always = ("data", "tensor", "pipeline")
         parts = []
         for key in KEYS:
-            value = getattr(self, key)
-            if key == "tensor":
-                value = self.grid or value
+            value = self.grid or self.tensor if key == "tensor" else getattr(self, key)
             if key in always or value != DEFAULTS[key]:
                 parts.append(f"{key}={value}")
         return " ".join(parts)
@@ -480,9 +483,8 @@ class Layout:
         return cls(**words, **texts)  # type: ignore[arg-type]
 
 
-KEYS = tuple(
-    one.name for one in fields(Layout) if one.name not in ("grid", "actions", "collective", "begins")
-)  # those that a person writes
+# Those that a person writes.
+KEYS = tuple(one.name for one in fields(Layout) if one.name not in ("grid", "actions", "collective", "begins"))
 DEFAULTS = {one.name: one.default for one in fields(Layout)}
 
 

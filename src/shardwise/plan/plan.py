@@ -153,7 +153,8 @@ class Plan:
             return 0.0
         memory, step_s, layout = self.prediction.memory, self.prediction.step_time_s, self.layout
         interval, count = snapshot_interval(memory.gradients / COPY_BANDWIDTH, step_s / layout.microbatches), layout.microbatches
-        has_snapshots = step_s >= MIN_STEP_S and interval < count and not (self.uncaptured or layout.staleness or layout.servers)
+        has_none = self.uncaptured or layout.staleness or layout.servers or layout.scatters_last
+        has_snapshots = step_s >= MIN_STEP_S and interval < count and not has_none
         sharing = 1 if layout.zero or layout.servers else min(data for data, _ in layout.stage_sizes)
         return 2 * (memory.parameters + memory.optimizer / sharing + (memory.gradients if has_snapshots else 0.0))
 

@@ -70,8 +70,12 @@ _KEY_COMMENTS = {
     "grid": "how the tensor ranks are arranged: rows x columns, or rows x columns x depth; 2x2, 2x2x2",
     "lend": "whether ranks that wait in the pipeline lend their cores: auto (no, unless the plan says on), off, on",
     "batch_norm": f"samples of its statistics, all or each replica's: {', '.join(CHOICES['batch_norm'])}",
+    "gradients": f"dtype in which they are summed: {', '.join(CHOICES['gradients'])}",
+    "scatter": f"microbatches in which zero=2 and 3 reduce-scatter gradients: {', '.join(CHOICES['scatter'])}",
+    "loss_chunks": "parts of a microbatch's rows in which logits and their loss are computed, one after another",
     "compile": f"compile the computation between collectives: {', '.join(CHOICES['compile'])}",
     "split": f"data x context of the same ranks, fixed or for each microbatch by its length: {', '.join(CHOICES['split'])}",
+    "shard": "adjacent replicas among which zero shards state, each such group with all of it; 0 is all replicas",
     "servers": "replicas that hold and update the weights for all, a shard each; 0 is none",
     "staleness": "steps by which updates come late, so that replicas need not wait for one another; 0 is at once",
 }

@@ -17,8 +17,9 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.plan.ir.ranges import read_counts, read_names, shorten_names, write_counts, write_names
 
-RECOMPUTE_KINDS = ("none", "selective", "full")  # of recomputation, each after those that recompute less
-LAYER_WORDS = {"recompute": ("full",), "offload": ("activations", "all")}  # values that may name layers
+CHEAP = "cheap"
+RECOMPUTE_KINDS = ("none", "selective", CHEAP, "full")  # of recomputation, each after those that keep more
+LAYER_WORDS = {"recompute": ("full", CHEAP), "offload": ("activations", "all")}  # values that may name layers
 _VERBS = {"recompute": "recomputes", "offload": "offloads"}
 _WILD = frozenset("*?[")
 
@@ -64,7 +65,8 @@ class LayerChoice:
 
     @classmethod
     def parse(cls, key: str, text: str) -> LayerChoice:
-        """Parse `none`, `selective`, `full`, `full:2` (two layers of each stage), `full:3/1` (of two stages), `full:3x4/1x4` (of eight),
+        """Parse `none`, `selective`, `cheap`, `full`, `full:2` (or `cheap:2`; two layers of each stage),
+        `full:3/1` (of two stages), `full:3x4/1x4` (of eight),
         `full:h.0+h.5` (these layers), `full:h.0-6+h.8` (0 to 6 and 8).
 
         Raises:
@@ -77,7 +79,7 @@ class LayerChoice:
         if kind not in takes or not layers:
             example = takes[0]
             raise LayoutError(
-                f"{key}={text}: only {' and '.join(takes)} {'take' if len(takes) > 1 else 'takes'} layers; for example {key}={example}:2, "
+                f"{key}={text}: only {' and '.join(takes)} take layers; for example {key}={example}:2, "
                 f"{key}={example}:3/1 or {key}={example}:h.0+h.5"
             )
         counts = read_counts(layers)
@@ -230,19 +232,40 @@ class Residency:
         return f"use at most {' '.join(words)}"
 
 
+def refuse_cheap(residency: Residency) -> str:
+    """Return why cheap operators cannot be recomputed beside what is offloaded; empty where they can, or need not.
+
+    >>> refuse_cheap(Residency.parse("cheap", "all"))
+    'recompute=cheap with offload=all is not supported: of one layer either is; use offload=optimizer, offload=all:2 (of the first two layers), or recompute=full'
+    """  # noqa: E501
+    offload = residency.offload
+    if residency.recompute.kind != CHEAP or not offload.applies_to_layers or offload.is_partial:
+        return ""
+    less = "offload=optimizer" if offload.kind == "all" else "offload=none"
+    return (
+        f"recompute={residency.recompute} with offload={offload} is not supported: of one layer either is; use {less}, "
+        f"offload={offload.kind}:2 (of the first two layers), or recompute=full"
+    )
+
+
 def refuse_segment(residency: Residency, zero: int) -> str:
     """Return why layers cannot be recomputed in segments with a stage of ZeRO; empty where they can, or need not.
 
     >>> refuse_segment(Residency.parse("none", "none", 2), 0)
-    'segment=2 recomputes layers together, and recompute=none recomputes none; use recompute=full, or leave segment out'
+    'segment=2 recomputes layers together, and recompute=none recomputes no whole ones; use recompute=full, or leave segment out'
     """
     if residency.segment == 1:
         return ""
     text = f"segment={residency.segment} recomputes layers together"
-    if not residency.recompute.applies_to_layers:
-        return f"{text}, and recompute={residency.recompute} recomputes none; use recompute=full, or leave segment out"
+    if residency.recompute.kind != "full":
+        return f"{text}, and recompute={residency.recompute} recomputes no whole ones; use recompute=full, or leave segment out"
     if residency.offload.applies_to_layers:
         return f"{text}, which with offload={residency.offload} is not supported; use offload=none or optimizer, or leave segment out"
     if zero == 3:
         return f"{text}, which with zero=3 is not supported: weights are gathered layer by layer; use zero=2 or less, or leave segment out"
     return ""
+
+
+def refuse_residency(residency: Residency, zero: int) -> str:
+    """Return why a residency is not supported with a stage of ZeRO; empty where it is."""
+    return refuse_segment(residency, zero) or refuse_cheap(residency)

@@ -20,7 +20,9 @@ from shardwise.run.gradients.parameter_servers import ParameterServers
 from shardwise.run.gradients.stale_updates import StaleUpdates
 from shardwise.run.parts.rank_model import RankModel
 from shardwise.run.publish import Address, publish_weights
+from shardwise.run.recovery.fingerprints import Fingerprints
 from shardwise.run.recovery.snapshots import RankState
+from shardwise.run.residency.weight_gatherer import WeightGatherer
 from shardwise.run.sharded_state import checkpoint_shards, full_state, rank_state, skip_shards
 from shardwise.run.state.optimizer import Optimizer
 from shardwise.run.state.precision import LossScale
@@ -44,6 +46,8 @@ class CheckpointMixin:
     _optimizer: Optimizer
     _stale: StaleUpdates | ParameterServers | None
     _residuals: ErrorFeedbackState
+    _fingerprints: Fingerprints
+    _weight_gatherer: WeightGatherer
 
     def publish(self, to: Sequence[Address]) -> int:
         """Send the weights to serving replicas, without a file; every rank calls it. Returns bytes sent. See `run/publish`."""
@@ -52,6 +56,7 @@ class CheckpointMixin:
 
     def refresh_parameter_copies(self) -> None:
         """Copy weights that were written from outside to the optimizer's own copies, which it has with offload."""
+        self._weight_gatherer.deferred.wait()
         self._optimizer.load_parameters()
 
     @cached_property
@@ -60,7 +65,9 @@ class CheckpointMixin:
         return WholeSteps(self.world.num_ranks > 1 or bool(self.rank_model.buffers))
 
     def drain(self) -> None:
-        """With staleness: apply all pending updates, so that weights include all completed steps. Every rank calls it, or none."""
+        """Read what the last step's message says of the weights. With staleness: apply all pending updates, so that weights include all
+        completed steps. Every rank calls it, or none."""
+        self._fingerprints.finish()
         if self._stale is not None:
             with self.memory.with_out_of_memory_error(self.world.rank):
                 self._stale.drain()
@@ -72,6 +79,7 @@ class CheckpointMixin:
         """
         if drain:
             self.drain()
+        self._weight_gatherer.deferred.wait()
         pieces = self._model_shards()
         if self.plan.layout.servers and not drain:  # whose state is ahead of the weights
             pieces = [piece for piece in pieces if piece.kind != "optimizer" or not self.plan.layout.staleness]
@@ -88,7 +96,8 @@ class CheckpointMixin:
         return checkpoint_shards(self.rank_model, self._optimizer, coordinates, counters)
 
     def state(self) -> RankState:
-        """Return this rank's state: the tensors themselves, not copies."""
+        """Return this rank's state: the tensors themselves, not copies. Updates wait for their gathers from now on."""
+        self._weight_gatherer.deferred.disable()
         other_tensors = (*self._residuals.tensors, *self.loss_scale.tensors, *self._counters.values())
         return rank_state(self.rank_model, self._optimizer, other_tensors, is_served=self.plan.layout.servers > 0)
 
@@ -127,11 +136,13 @@ class CheckpointMixin:
         """
         if self.plan.layout.servers:  # which may be updating
             self.drain()
+        self._weight_gatherer.deferred.wait()
         wanted = self._model_shards()
         optional = [*self._residuals.state_shards(-1), *self.loss_scale.state_shards(-1, self.world.rank == 0)]
         skips = self._optimizer.empty_skip_state(self.rank_model.trained_names)
         optional += skip_shards(skips, self.mesh.coordinates(self.world.rank))
         extra = checkpoint.load(folder, [*wanted, *optional], self.world)
+        self._fingerprints.forget()
         if self._stale is not None:
             self._stale.discard_pending()
         self._optimizer.after_load()

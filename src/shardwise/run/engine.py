@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,57 +16,61 @@ from torch import Tensor, nn
 
 from shardwise.capture.capture import Loss
 from shardwise.capture.modes import evaluation_modes, in_modes
-from shardwise.capture.nesting import BatchSignature, batch_size_of, count_samples, tensors_of
+from shardwise.capture.nesting import BatchSignature
 from shardwise.errors import Infeasible, UsageError
 from shardwise.model.work import model_flops
-from shardwise.plan.ir.axis import DATA, PIPELINE, sample_axes
-from shardwise.plan.ir.compression import Compression
-from shardwise.plan.ir.program import Manage, ManageOp
+from shardwise.plan.ir.axis import DATA, sample_axes
 from shardwise.plan.ir.timeline import Timeline
-from shardwise.plan.microbatches import check_equal_shares, num_microbatches, partial_batch_sizes, replica_sizes
 from shardwise.plan.plan import MemoryBreakdown, Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.checkpointing import CheckpointMixin
 from shardwise.run.gradients.deferred_buffers import DeferredBufferUpdates
 from shardwise.run.gradients.error_feedback import ErrorFeedbackState
-from shardwise.run.gradients.gradient_reducer import GradientReducer
 from shardwise.run.gradients.parameter_servers import ParameterServers, ServerState
 from shardwise.run.gradients.stale_updates import StaleUpdates
-from shardwise.run.parts.microbatch_variants import explain_coupled_microbatches, warn_of_coupled_microbatches
-from shardwise.run.parts.rows import BatchRows, StageReplica
+from shardwise.run.parts.microbatch_variants import explain_coupled_microbatch, warn_of_coupled_microbatches
 from shardwise.run.rank_agreement import check_batch_agrees
+from shardwise.run.rank_model.batch_plans import BatchPlans
 from shardwise.run.rank_model.build import BuildRequest, build_rank_model
-from shardwise.run.rank_model.capture_cache import CaptureCache, Microbatches, by_length, prepare_step_inputs, sequence_length_of
+from shardwise.run.rank_model.capture_cache import CaptureCache, Microbatches, by_length, prepare_step_inputs
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.rank_model.runnable_capture import RunnableCapture, StepInputs
 from shardwise.run.recovery.fingerprints import Fingerprints, SuspectStep
 from shardwise.run.residency.host_store import HostStore
-from shardwise.run.residency.weight_gatherer import WeightGatherer
 from shardwise.run.sharded_state import full_tensors, gradient_shards, input_gradients
 from shardwise.run.state.optimizer import Optimizer, OptimizerSpec
-from shardwise.run.state.parameters import share_gradient_memory
+from shardwise.run.state.parameters import shard_groups_of, share_gradient_memory
 from shardwise.run.state.precision import INITIAL_SCALE, LossScale, set_matmul_precision
 from shardwise.run.step.dispatch import StepCheck, StepResult, mean_loss
 from shardwise.run.step.executor import RunResult
-from shardwise.run.step.executors import ExecutorCache
+from shardwise.run.step.executors import (
+    ExecutorCache,
+    agree_on_tensor_products,
+    build_gradient_reducer,
+    build_weight_gatherer,
+    describe_tensor_collectives,
+)
 from shardwise.run.step.resumption import StepResumption
 from shardwise.run.step.stage_resharding import pipeline_group_of
 from shardwise.run.uncaptured.replicated import build_replicated
-from shardwise.schedules import schedule_of
 from shardwise.world.memory import HOST, PARTS, accounts_of
 from shardwise.world.world import CollectiveWork, Group, World
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Device options of an engine. `memory_limit_bytes`: 0 for all memory of the device. `initial_loss_scale`: of float16."""
+    """Device options of an engine. `memory_limit_bytes`: 0 for all memory of the device. `initial_loss_scale`: of float16.
+    `scales_loss`: in any precision, as a proof of float16 on exact numbers does."""
 
     memory_limit_bytes: float = 0.0
     initial_loss_scale: float = INITIAL_SCALE
+    scales_loss: bool = False
 
 
 class Engine(CheckpointMixin):
-    """Trains one rank's shard of a model under a plan. Every rank builds one and calls the same methods in the same order."""
+    """Trains one rank's shard of a model under a plan. Every rank builds one and calls the same methods in the same order.
+
+    `collectives_beside_products`: why products run beside plain collectives of tensor ranks, "" if fused with them, None if none are."""
 
     _judge: StepCheck | None = None
     _has_skipped = False  # whether a step left parameters alone
@@ -104,28 +108,26 @@ class Engine(CheckpointMixin):
         self._counters = {"step": torch.zeros((), dtype=torch.int64)}
         self._world_group = world.group(tuple(range(world.num_ranks)))
         replicas = DeferredBufferUpdates(self.rank_model, self.mesh, world)
-        sums = [world.group(g.sum_ranks) if len(g.sum_ranks) > 1 else None for g in self.rank_model.groups]
-        self._connect_groups(sums, replicas.groups)
-        staleness = plan.layout.staleness
-        share_gradient_memory(self.rank_model.groups, sums, staleness + 1, keeps_gradients=plan.layout.servers > 0)
-        self._weight_gatherer = WeightGatherer(self.rank_model.groups, sums, self.memory)
+        sums, beyond = shard_groups_of(world, self.rank_model.groups)
+        self._connect_groups([*sums, *beyond], replicas.groups)
+        share_gradient_memory(self.rank_model.groups, sums, plan.layout.staleness + 1, keeps_gradients=plan.layout.servers > 0)
+        self._weight_gatherer = build_weight_gatherer(self.rank_model, plan, world, sums, self.memory)
         self._host_store = HostStore(world.device, self.memory, self.rank_model.variables.values())
         self._loss_divisor: Tensor | None = None  # this rank's summand of a divisor that is reduced along with the loss
-        self.gradients = self._build_gradient_reducer(sums)
+        self.gradients = build_gradient_reducer(plan.layout, self.rank_model, sums, beyond, self.memory)
         self.resumption = StepResumption(world, self.rank_model, plan.layout, self.gradients)
         self._residuals = ErrorFeedbackState(self.gradients.compressed.values(), plan.layout, world.rank)
-        self.loss_scale = LossScale(world.device, plan.layout.precision, device.initial_loss_scale)
-        gathered, host = self._weight_gatherer, self._host_store
-        self._executors = ExecutorCache(
-            self.rank_model, plan, world, self.memory, self.gradients, gathered, host, plan.layout.compile == "on", self.loss_scale
-        )
+        self.loss_scale = LossScale(world.device, plan.layout.precision, device.initial_loss_scale, device.scales_loss)
+        compiles, weights, host = plan.layout.compile == "on", self._weight_gatherer, self._host_store
+        self._executors = ExecutorCache(self.rank_model, plan, world, self.memory, self.gradients, weights, host, compiles, self.loss_scale)
         self.executor = self._executors.executor_for(plan.microbatch_sizes)
         self._captures = CaptureCache(RunnableCapture(BatchSignature.of(batch), self._executors, replicas), source, loss)
-        self.build_executors = self._captures.build_executors  # for other captures
+        self._batch_plans = BatchPlans(plan, world, self.mesh, self._captures, self._sample_group)
         self._optimizer, self._stale = self._build_optimizer(sums)
+        self._optimizer.defer_gather = self._weight_gatherer.deferred.add
         self._optimizer.load_parameters()
-        self.owner_of = self._optimizer.owner_of
-        self.source, self._fingerprints = source, Fingerprints(self.rank_model.groups, world)
+        self.owner_of, self.source = self._optimizer.owner_of, source
+        self._fingerprints = Fingerprints(self.rank_model.groups, world)
         self._account_for_state()
         world.pace.is_regular = plan.layout.compile != "on"
         self.timeline: Timeline | None = None
@@ -137,23 +139,12 @@ class Engine(CheckpointMixin):
         axes = [self.world.group(self.mesh.group(self.world.rank, axis)) for axis in self.rank_model.sharding.sizes]
         axes += self.rank_model.lowering.groups.values() if self.rank_model.lowering is not None else ()
         axes += [self.world.group(self.plan.layout.replica_of(self.world.rank))] if self.plan.layout.staleness else []
-        groups = {
-            self._world_group,
-            pipeline_group_of(self.plan.layout, self.world),
-            self._sample_group,
-            *axes,
-            *replica_groups,
-            *(g for g in reduction_groups if g is not None),
-        }
+        axes += [self._world_group, pipeline_group_of(self.plan.layout, self.world), self._sample_group, *replica_groups]
+        groups = {*axes, *(g for g in reduction_groups if g is not None)}
         for group in sorted(groups, key=lambda g: g.ranks):
             group.connect()
-
-    def _build_gradient_reducer(self, reduction_groups: Sequence[Group | None]) -> GradientReducer:
-        parts, layout = self.rank_model, self.plan.layout
-        reduces = any(isinstance(a, Manage) and a.op is ManageOp.REDUCE_GRAD for row in parts.program.actions for a in row)
-        return GradientReducer(
-            parts.groups, parts.parameters, reduction_groups, layout.zero > 0, reduces, Compression.parse(layout.compress), self.memory
-        )
+        self.collectives_beside_products = agree_on_tensor_products(self.plan.layout, self.world, self.rank_model)
+        self.tensor_collectives_notice = describe_tensor_collectives(self.world.device, self.collectives_beside_products)
 
     def _build_optimizer(self, reduction_groups: Sequence[Group | None]) -> tuple[Optimizer, StaleUpdates | ParameterServers | None]:
         """Build the optimizer of this rank's parameters, and what delays updates (staleness) or makes them for all replicas (servers)."""
@@ -211,6 +202,7 @@ class Engine(CheckpointMixin):
         """
         if self._weight_gatherer.buckets_by_layer:
             raise UsageError("with zero=3 full weights exist only while a layer uses them; use full_state_dict(), or zero=2")
+        self._weight_gatherer.deferred.disable()
         return self.rank_model.parameters
 
     @property
@@ -246,11 +238,12 @@ class Engine(CheckpointMixin):
             self._fingerprints.check()
             if self._judge is not None and (why := self._judge(result, self._fingerprints.norms)):
                 raise SuspectStep(why)
-        norm = self.update(lr)
+        norm = self._update(lr)
         waited = self._stale.waited_s if self._stale else 0.0
         self.phase_times_s["optimizer"] = time.perf_counter() - summed - waited
         self.phase_times_s["gradients"] += waited
-        total, work = result.pending_loss or self._sum_over_ranks(result)
+        assert result.pending_loss is not None
+        total, work = result.pending_loss
         if self._stale is None:
             work.wait()
         return StepResult(norm, time.perf_counter() - began, total, work, self.loss_scale.factor if self.loss_scale.is_scaled else None)
@@ -259,8 +252,12 @@ class Engine(CheckpointMixin):
         self, batch: Any, record: bool = False, wants_input_gradients: bool = False, is_global_batch: bool | None = None, samples: int = 0
     ) -> RunResult:
         """Run forward and backward of all microbatches; reduce gradients into the flat groups (with staleness, asynchronously)."""
-        with self.whole_steps.guard_computation():
+        self.whole_steps.check()
+        try:
             return self._forward_backward(batch, record, wants_input_gradients, is_global_batch, samples)
+        except BaseException as error:
+            self.whole_steps.mark_half(error)
+            raise
 
     def _forward_backward(
         self, batch: Any, record: bool, wants_input_gradients: bool, is_global_batch: bool | None, samples: int
@@ -271,6 +268,7 @@ class Engine(CheckpointMixin):
         if self._stale is not None:
             self._stale.start()
         self.gradients.start()
+        step = self.step_index
         if record:
             self._world_group.barrier()  # spans start here, on every rank
         began = time.perf_counter()
@@ -280,9 +278,9 @@ class Engine(CheckpointMixin):
             self.gradients.finish()
             for capture, inputs in parts:
                 capture.replicas.finish(inputs.executor.program.microbatches)
-            result.pending_loss = self._sum_over_ranks(result)  # all-reduced concurrently with the gradients
+            if result.pending_loss is None:
+                result.pending_loss = self._send_message(result, self.gradients.norms)
             if self._stale is None:
-                self._fingerprints.start(self.step_index, self.gradients.norms)
                 self.gradients.wait()
                 self._optimizer.unscale()
             else:
@@ -292,7 +290,7 @@ class Engine(CheckpointMixin):
             capture.executors.gathered.release_all()
         self.phase_times_s = {"program": ended - began, "gradients": time.perf_counter() - ended}
         if record:
-            name = f"{self.plan.model} {self.plan.layout}, step {self.step_index}"
+            name = f"{self.plan.model} {self.plan.layout}, step {step}"
             self.timeline = Timeline(name, self.plan.layout.pipeline, tuple(result.spans))
         return result
 
@@ -318,16 +316,15 @@ class Engine(CheckpointMixin):
         wants_input_gradients: bool = False,
     ) -> RunResult:
         """Run the programs of a step in order; return the last one's result, with the losses and spans of all."""
-        began = time.perf_counter()
+        began, step = time.perf_counter(), self.step_index
         result = RunResult()
         for number, (capture, inputs) in enumerate(parts):
             draw, start_s = capture.rank_model.draw, time.perf_counter() - began
-            draw.step, draw.samples, ends = self.step_index, inputs.samples, number == len(parts) - 1
+            draw.step, draw.samples, ends = step, inputs.samples, number == len(parts) - 1
             capture.replicas.start()
-            run, done, after = self.resumption.begin(
-                inputs.executor, self.step_index, train and len(parts) == 1 and not wants_input_gradients
-            )
-            with explain_coupled_microbatches(self.plan.layout, capture.rank_model.couplings):
+            run, done, after = self.resumption.begin(inputs.executor, step, train and len(parts) == 1 and not wants_input_gradients)
+            run.after_forwards = partial(self._end_forwards, capture, result.loss_summand) if train and ends else None
+            try:
                 latest = run.run(
                     inputs.inputs,
                     is_training=train,
@@ -337,11 +334,31 @@ class Engine(CheckpointMixin):
                     run_after=after,
                     result=done,
                 )
-            latest.loss_summand = (0.0 if result.loss_summand is None else result.loss_summand) + capture.loss_summand(latest)
-            spans = (span._replace(start_s=span.start_s + start_s, end_s=span.end_s + start_s) for span in latest.spans)
-            latest.spans = [*result.spans, *spans]
+            except (IndexError, ValueError, RuntimeError) as error:
+                if (explained := explain_coupled_microbatch(error, self.plan.layout, capture.rank_model.couplings)) is error:
+                    raise
+                raise explained from error
+            if latest.loss_summand is None:
+                self._add_loss(capture, result.loss_summand, latest)
+            if record:
+                spans = (span._replace(start_s=span.start_s + start_s, end_s=span.end_s + start_s) for span in latest.spans)
+                latest.spans = [*result.spans, *spans]
             result = latest
         return result
+
+    def _add_loss(self, capture: RunnableCapture, earlier: Tensor | None, result: RunResult) -> None:
+        """Add up this rank's part of the loss, after `earlier` programs of the step."""
+        summand = capture.loss_summand(result)
+        result.loss_summand = summand if earlier is None else earlier + summand
+
+    def _end_forwards(self, capture: RunnableCapture, earlier: Tensor | None, result: RunResult) -> None:
+        """Send the step's message beside the backwards that follow, where it has nothing of these: a rank then waits for others once.
+
+        In a pipeline ranks would start it and reductions of tied weights in different orders."""
+        self._add_loss(capture, earlier, result)
+        if self._stale is None and self._judge is None and self.plan.layout.pipeline == 1:
+            self._weight_gatherer.deferred.wait()  # of weights that no forward has read
+            result.pending_loss = self._send_message(result)
 
     def by_length(self, batch: Any, lengths: Sequence[int] | Tensor | str, multiple: int = 0) -> Microbatches:
         """Group the rows of a global batch into microbatches of similar length (layouts with split=lengths), for `step` and `evaluate`.
@@ -355,9 +372,13 @@ class Engine(CheckpointMixin):
 
         With staleness=K the gradients applied are those of K steps ago, and `lr` is stored for those of this step.
         """
+        norm = self._update(lr)
+        return norm.item() if isinstance(norm, Tensor) else norm
+
+    def _update(self, lr: float | None) -> Tensor | float | None:
         with self.whole_steps.guard_update(), self.memory.with_out_of_memory_error(self.world.rank):
-            norm = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
-            self.step_index += 1
+            norm: Tensor | float | None = self._optimizer.step(lr) if self._stale is None else self._stale.push(lr)
+            self._counters["step"] += 1
         return norm
 
     def evaluate(self, batch: Any, is_global_batch: bool | None = None, samples: int = 0) -> float:
@@ -383,16 +404,15 @@ class Engine(CheckpointMixin):
 
     def _step_parts(self, batch: Any, is_global_batch: bool | None, samples: int, trains: bool) -> list[tuple[RunnableCapture, StepInputs]]:
         """Return the captures that run a batch, with their inputs: several if microbatches have shapes of their own."""
+        is_first = self.step_index == 0
         if not isinstance(batch, Microbatches):
-            rows = self._assign_rows(batch, is_global_batch, samples)
-            length = sequence_length_of(batch, self.plan.splits) if rows.is_global_batch or len(rows.table[0]) == 1 else 0
-            if not length:
-                capture = self._captures.capture_for(batch, trains)
-                return [(capture, capture.step_inputs(tensors_of(batch), rows, is_stale=trains and self._stale is not None))]
-            batch = self.by_length(batch, [length] * rows.num_samples)
+            planned = self._batch_plans.plan_batch(batch, is_global_batch, samples, trains, is_first)
+            if not isinstance(planned, Microbatches):
+                return [planned.prepare_inputs(is_stale=trains and self._stale is not None)]
+            batch = planned
         elif batch.num_samples > self.plan.batch_size:
             raise Infeasible(f"the batch has {batch.num_samples} samples; the plan is for {self.plan.batch_size}")
-        elif self.step_index == 0 and self.world.num_ranks > 1:
+        elif is_first and self.world.num_ranks > 1:
             check_batch_agrees(batch.batches, self.world)
         parts = self._captures.step_parts(batch, trains)
         return list(zip((capture for capture, _, _ in parts), prepare_step_inputs(parts), strict=True))
@@ -403,13 +423,26 @@ class Engine(CheckpointMixin):
         work.wait()
         return mean_loss(total)
 
+    def _send_message(self, result: RunResult, norms: Sequence[Tensor] = ()) -> tuple[Tensor, CollectiveWork]:
+        """Start to sum the loss over ranks and to exchange fingerprints, in one message where it can carry the loss."""
+        if self._stale is not None:
+            return self._sum_over_ranks(result)
+        total = self._own_loss(result)
+        if self._fingerprints.carries(total):
+            return total, self._fingerprints.start(self.step_index, norms, total)
+        self._fingerprints.start(self.step_index, norms)
+        return self._sum_over_ranks(result)
+
     def _sum_over_ranks(self, result: RunResult) -> tuple[Tensor, CollectiveWork]:
         """Start the all-reduce of the loss over ranks; return its buffer and the pending work."""
+        total = self._own_loss(result)
+        return total, self._world_group.all_reduce(total, wait=False).without_timing()  # a loss need not be read
+
+    def _own_loss(self, result: RunResult) -> Tensor:
+        """Return this rank's summand of the loss [], or of it and of its divisor [2]."""
         total = result.loss_summand
         assert total is not None
-        if self._loss_divisor is not None:
-            total = torch.stack((total, self._loss_divisor))
-        return total, self._world_group.all_reduce(total, wait=False).without_timing()  # a loss need not be read
+        return total if self._loss_divisor is None else torch.stack((total, self._loss_divisor))
 
     def _local_inputs(self, batch: Any) -> list[dict[str, Tensor]]:
         """Return this rank's input tensors of every microbatch, by graph value."""
@@ -421,50 +454,16 @@ class Engine(CheckpointMixin):
         Raises:
             Infeasible: they do not divide over data, or are too few.
         """
-        layout = self.plan.layout
-        if self.plan.uncaptured:
-            check_equal_shares(samples, layout, "this model runs whole")
-        return partial_batch_sizes(samples, layout, self.plan.batch_size, schedule_of(layout).min_microbatches)
+        return self._batch_plans.sizes_of(samples)
+
+    @property
+    def build_executors(self) -> Callable[..., ExecutorCache]:
+        """The builder of executors of other captures, over the training weights."""
+        return self._captures.build_executors
 
     def rows_of(self, size: int) -> tuple[int, int]:
         """Return (first row, number of rows) of a microbatch of `size` samples that this rank computes."""
-        return self._replica.row_range(size)
-
-    @cached_property
-    def _replica(self) -> StageReplica:
-        """This rank's replica of its pipeline stage, which determines its rows of a batch."""
-        return StageReplica(self.plan, self.plan.layout.of_stage(self.mesh.coordinates(self.world.rank)[PIPELINE]), self.data_index)
-
-    def _assign_rows(self, batch: Any, is_global_batch: bool | None, samples: int) -> BatchRows:
-        """Assign the rows of a batch, global or local, to replicas and microbatches."""
-        plan, each, have = self.plan, self._replica.rows_per_replica, batch_size_of(batch)
-        is_global = have > max(each) if is_global_batch is None else is_global_batch
-        row_counts, one_form, samples = [have], True, samples or count_samples(batch)
-        by_rows = is_global_batch is False or samples > 0  # with per-stage meshes only some stages have all rows then
-        shared = is_global or self.data_size == 1
-        if shared:
-            samples = have
-        elif not samples:
-            row_counts, one_form = self._gather_row_counts(have, BatchSignature.of(batch))
-            samples = sum(row_counts)
-        if samples > plan.batch_size:
-            per_replica = f"{max(each)} for each" if len(set(each)) == 1 else f"{'/'.join(map(str, each))} for the ranks"
-            raise Infeasible(
-                f"the batch has {have} samples; the plan is for {plan.batch_size} in all, which is {per_replica} of data={self.data_size}"
-            )
-        if shared and not (plan.layout.inner and by_rows) and self.step_index == 0 and self.world.num_ranks > 1:
-            check_batch_agrees(batch, self.world)
-        planned_rows = self._replica.assign_planned(self.sizes_of(samples), is_global)
-        if len(row_counts) == 1 or (one_form and [sum(column) for column in zip(*planned_rows.table, strict=True)] == row_counts):
-            return planned_rows
-        most, fewest = max(replica_sizes(plan.microbatch_sizes[0], plan.layout)), schedule_of(plan.layout).min_microbatches
-        return self._replica.assign_unplanned(row_counts, num_microbatches(max(row_counts), most, plan.layout, fewest), one_form)
-
-    def _gather_row_counts(self, rows: int, form: BatchSignature) -> tuple[list[int], bool]:
-        """Gather from every rank how many rows each replica has of this step's batch, and whether all batches have the same form."""
-        count_and_form = torch.tensor([[rows, form.checksum]], dtype=torch.int64, device=self.world.device)
-        row_counts, forms = self._sample_group.all_gather(count_and_form, 0).T.tolist()
-        return row_counts, len(set(forms)) == 1
+        return self._batch_plans.replica.row_range(size)
 
     def watch(self, judge: StepCheck) -> Fingerprints:
         """Check in every step that only updates change weights and optimizer state, and call `judge` before each update (no staleness).

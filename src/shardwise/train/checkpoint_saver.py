@@ -218,7 +218,7 @@ def interval_s(save_s: float, mtbf_s: float) -> float:
     """Seconds from the end of a save to the next, for a save of `save_s` and the given mean time between failures.
 
     >>> round(interval_s(1.0, 86400.0)), round(interval_s(60.0, 3600.0))
-    (415, 605)
+    (415, 618)
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s

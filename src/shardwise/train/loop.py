@@ -197,7 +197,7 @@ class TrainingRun:
         with open_display(self.world.rank, self.section.steps, start) as self.display, self._open_metrics(start) as write:
             if start and not self.world.generation:
                 self.display.say(f"resuming after step {start}")
-            for words in filter(None, (self._unprotected_reason, self._damage)):
+            for words in filter(None, (self._unprotected_reason, self._damage, self.engine.tensor_collectives_notice)):
                 self.display.say(words)
             if layout.microbatches > 1 and (words := describe_microbatch_couplings(self.engine.rank_model.couplings)):
                 self.display.say(words)

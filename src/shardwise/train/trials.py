@@ -261,7 +261,7 @@ def choose_compilation(
     """Return `plan`, with `compile=on` if that saves time in `steps` steps; the plan's reasons state the measurements."""
     try:
         compiled = replace(plan, layout=replace(plan.layout, compile="on"))
-    except LayoutError:  # layouts that offload or gather inside of a stage cannot be compiled
+    except LayoutError:  # layouts that offload or compute again inside of a stage cannot be compiled
         return plan
     timed: list[CompileTiming] = []
     with Launcher(preload=engine_modules(device)) as launcher:

@@ -7,9 +7,10 @@ members, no global state of torch.distributed, and no common order in which all 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -33,12 +34,14 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (c10d.ProcessGroupGloo, "create_device"),
     (c10d.ProcessGroupGloo, "create_default_device"),
     (c10d.ProcessGroupGloo, "_allgather_base"),
+    (c10d.ProcessGroupGloo, "_reduce_scatter_base"),
     (c10d.ProcessGroupGloo, "alltoall_base"),
     (c10d.ProcessGroupGloo, "send"),
     (c10d.ProcessGroupGloo, "recv"),
     (c10d, "AllreduceOptions"),
     (c10d, "BroadcastOptions"),
     (c10d, "AllToAllOptions"),
+    (c10d, "ReduceScatterOptions"),
     (c10d, "PrefixStore"),
     (c10d, "_get_default_store"),
     (dist.ProcessGroup, "_get_backend"),
@@ -77,12 +80,15 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch, "_decomp"),
     (torch._decomp, "decomposition_table"),
     (torch, "_foreach_copy_"),
+    (torch, "_foreach_mul_"),
     (torch, "_foreach_norm"),
     (torch.Tensor, "_make_wrapper_subclass"),
     (torch.Tensor, "_base"),
     (torch.Tensor, "_backward_hooks"),
     (torch.Tensor, "_post_accumulate_grad_hooks"),
     (torch.Tensor, "_version"),
+    (torch._C, "_storage_Use_Count"),
+    (torch.UntypedStorage, "_cdata"),
     (torch, "_amp_foreach_non_finite_check_and_unscale_"),
     (torch, "_scaled_mm"),
     (python_dispatch, "TorchDispatchMode"),
@@ -95,6 +101,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
 # Context in which tensors of subclasses behave as torch's own: __torch_function__ of their class is skipped.
 as_base_tensor = torch._C.DisableTorchFunctionSubclass
 copy_tensors = torch._foreach_copy_  # copy_tensors(targets, sources)
+scale_tensors = torch._foreach_mul_  # scale_tensors(targets, scalar)
 make_wrapper = torch.Tensor._make_wrapper_subclass
 DECOMPOSITIONS = decomposition_table  # the operators that torch composes of simpler ones
 FOREACH_NORM = torch._foreach_norm.__name__
@@ -114,6 +121,11 @@ def as_writable(x: Tensor) -> Tensor:
     """Return `x`, or a copy if autograd forbids in-place changes: a view that a custom autograd function made."""
     refused = x.requires_grad and x._is_view() and torch._C._autograd._get_creation_meta(x) != torch._C._autograd.CreationMeta.DEFAULT
     return x.clone() if refused else x
+
+
+def storage_users(x: Tensor) -> int:
+    """Return the number of tensors that share the memory of `x`, and a constant."""
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def version_of(x: Tensor) -> int:
@@ -192,6 +204,13 @@ def broadcast(process_group: Any, x: Tensor, source: int) -> Any:
 def all_gather(process_group: Any, out: Tensor, x: Tensor) -> Any:
     """Start gathering contiguous `x` of every member into contiguous `out`, member after member."""
     return process_group._allgather_base(out, x)
+
+
+def reduce_scatter(process_group: Any, out: Tensor, x: Tensor, op: Any) -> Any:
+    """Start reducing flat `x` over the members into flat `out`, this member's equal shard of it; `out` may lie in `x` at its place."""
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    return process_group._reduce_scatter_base(out, x, options)
 
 
 def all_to_all(process_group: Any, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int]) -> Any:
@@ -282,6 +301,12 @@ def take_gradient_hooks(p: Tensor) -> tuple[Any, Any]:
     return tables
 
 
+def has_gradient_hooks(x: Tensor) -> bool:
+    """Return whether hooks may change a tensor's gradient."""
+    with as_base_tensor():
+        return bool(x._backward_hooks)
+
+
 def set_gradient_hooks(p: Tensor, on_gradient: Any, after_accumulation: Any) -> None:
     """Give a tensor tables of gradient hooks, where they are not None."""
     with as_base_tensor():
@@ -346,6 +371,27 @@ def fused_attention_backward(
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
     of_q, of_k, of_v = kernel(grad, q, k, v, out, total, None, None, q.shape[-2], k.shape[-2], 0.0, causal, seed, seed[:0], scale=scale)
     return of_q, of_k, of_v
+
+
+def optimizer_step(optimizer: Any) -> Callable[[], object]:
+    """Return an optimizer's step, to be called in blocks without gradients: its update, between the hooks on steps. It has no arguments
+    that these could replace, and no profiler's record around it, which takes longer than a small update."""
+    update = inspect.unwrap(type(optimizer).step)
+    if optimizer.defaults.get("differentiable"):
+        return lambda: optimizer.step()
+    before = optimizer_hooks._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+    after = optimizer._optimizer_step_post_hooks, optimizer_hooks._global_optimizer_post_hooks
+
+    def step() -> None:
+        for table in before:
+            for hook in table.values():
+                hook(optimizer, (optimizer,), {})
+        update(optimizer)
+        for table in after:
+            for hook in table.values():
+                hook(optimizer, (optimizer,), {})
+
+    return step
 
 
 @contextmanager

@@ -385,7 +385,24 @@ def process_state(pid: int) -> str:
 
 LIMIT_IN_STEPS = 10.0
 LEAST, KEPT = 3, 50
+MEDIAN_STEPS = 8  # between two medians of so many
 LEAST_PHASE_LIMIT_S = 120.0  # a file system may stall for so long
+
+
+class _TimedStep:
+    """Context of a step. (A generator would take three times as long.)"""
+
+    __slots__ = ("_began_s", "_pace")
+
+    def __init__(self, pace: StepPace) -> None:
+        self._pace, self._began_s = pace, 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._pace.begin_step()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._pace.end_step(self._began_s)
 
 
 class StepPace:
@@ -402,6 +419,7 @@ class StepPace:
     def __init__(self, recorder: CollectiveRecorder) -> None:
         self._recorder, self.is_regular = recorder, True
         self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._num_steps = 0
         self._limit_s, self._includes_gaps = inf, False
         self._phase_limits_s: list[float] = []  # of the enclosing `untimed` contexts
         self._phases: dict[str, tuple[int, float]] = {}  # by kind: number, and the longest in seconds
@@ -409,17 +427,24 @@ class StepPace:
     def next_limit_s(self, seconds: float) -> float:
         """Return the time limit of the next step in seconds, after one of `seconds`."""
         self._seconds.append(seconds)
-        if len(self._seconds) >= LEAST and self.is_regular:
+        self._num_steps += 1
+        is_due = self._num_steps < KEPT or self._num_steps % MEDIAN_STEPS == 0 or self._limit_s == inf
+        if is_due and len(self._seconds) >= LEAST and self.is_regular:
             self._limit_s = LIMIT_IN_STEPS * median(self._seconds)
         return self._limit_s
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> _TimedStep:
         """Context of a step."""
-        began = time.monotonic()
+        return _TimedStep(self)
+
+    def begin_step(self) -> float:
+        """Announce the limit of a step that begins now; return the time in seconds."""
         self._announce(self._limit_s)
-        yield
-        self.next_limit_s(time.monotonic() - began)
+        return time.monotonic()
+
+    def end_step(self, began_s: float) -> None:
+        """Learn from a step that began at `began_s` and has ended."""
+        self.next_limit_s(time.monotonic() - began_s)
         self._announce_gap()
 
     def include_gaps(self) -> None:

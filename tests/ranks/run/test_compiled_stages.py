@@ -37,7 +37,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 12, generator=generator), torch.randint(4, (8,), generator=generator)
 
 
-@pytest.mark.parametrize("layout", ["data=2 zero=1", "tensor=2", "pipeline=2 microbatches=2"])
+@pytest.mark.parametrize("layout", ["data=2 zero=1", "data=2 zero=3", "tensor=2", "pipeline=2 microbatches=2"])
 def test_compiled_stages_equal_serial(layout: str) -> None:
     """Dynamo raises at a graph break (`fullgraph`), so there is none."""
     found = shardwise.verify(Net, f"{layout} compile=on", data(), steps=2, cut_everything=True)
@@ -91,7 +91,6 @@ def test_broken_twin_code_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("data=2 zero=3 compile=on", "zero=3 with compile=on is not supported; use zero=0 or zero=1 or zero=2, or compile=off"),
         ("recompute=full compile=on", "recompute=full with compile=on is not supported; use recompute=none"),
         ("pipeline=2 microbatches=2 schedule=zb-h1 compile=on", "schedule=zb-h1 with compile=on is not supported"),
     ],
@@ -99,3 +98,31 @@ def test_broken_twin_code_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPat
 def test_what_does_not_go_with_it_is_refused_by_name(words: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout.parse(words)
+
+
+def gathered(world: World) -> list[tuple[list[float], int, int]]:
+    """Losses under zero=3, the most weights that were whole at a time, and those whole after a step; without compilation and with it."""
+    right, seen = torch.compile, []
+    torch.compile = lambda part, **options: right(part, backend="aot_eager", **options)  # type: ignore[assignment]
+    for word in ("off", "on"):
+        plan = f"data=2 zero=3 precision=float64 compile={word}"
+        engine = shardwise.parallelize(Net, data(), plan=plan, seed=0, world=world, optimizer={"lr": 0.1})
+        gatherer, most = engine._weight_gatherer, [0]
+        enter = gatherer.enter_layer
+
+        def entering(*args: Any, enter: Any = enter, gatherer: Any = gatherer, most: list[int] = most) -> None:
+            enter(*args)
+            most[0] = max(most[0], gatherer.gathered_bytes)
+
+        gatherer.enter_layer = entering  # type: ignore[method-assign]
+        losses = [float(engine.step(data()).loss) for _ in range(3)]
+        seen.append((losses, most[0], gatherer.gathered_bytes))
+    torch.compile = right
+    return seen
+
+
+def test_layers_are_compiled_inside_of_what_gathers_their_weights(ranks: Any) -> None:
+    off, on = ranks(gathered, 2)[0]
+    assert on[0] == pytest.approx(off[0], rel=1e-12)
+    assert on[1:] == off[1:]
+    assert on[2] == 0

@@ -127,21 +127,21 @@ def test_a_script_with_zero_is_that_of_one_process(ranks: Callable[..., list[Any
 
 def kept(world: World) -> list[int]:
     """With each stage of ZeRO: how many whole weights are kept from forward to backward."""
-    found, gather = [], zero_gather.redistribute
+    found, gather = [], zero_gather.gather_weights
     for zero in (1, 3):
         net, made_whole = made(world, f"data=2 zero={zero}"), []
 
-        def noted(*args: Any) -> Tensor:
+        def noted(*args: Any) -> tuple[Tensor, ...]:
             whole = gather(*args)
-            made_whole.append(weakref.ref(private.view_base(whole)))  # noqa: B023
+            made_whole.extend(weakref.ref(private.view_base(x)) for x in whole)  # noqa: B023
             return whole
 
-        zero_gather.redistribute = noted  # type: ignore[assignment]
+        zero_gather.gather_weights = noted  # type: ignore[assignment]
         loss = loss_of(net, *next(iter(shardwise.shard(batches()))))
         gc.collect()
         found += [len(made_whole), sum(one() is not None for one in made_whole)]
         loss.backward()  # type: ignore[no-untyped-call]
-        zero_gather.redistribute = gather
+        zero_gather.gather_weights = gather
     return found
 
 

@@ -206,8 +206,11 @@ def test_eval_is_evaluation(ranks: Callable[..., list[Any]]) -> None:
     assert ranks(modes, 2) == [[True] * 3] * 2
 
 
+KEPT_BY_THE_LOOP = ("recompute=full", "recompute=selective", "recompute=cheap", "offload=activations", "offload=optimizer")
+
+
 def refused(world: World) -> list[str]:
-    """What is said to a batch of the wrong size, a pipeline, microbatches and late updates."""
+    """What is said to a batch of the wrong size, a pipeline, microbatches, late updates, recomputation and offload."""
     torch.manual_seed(7)
     x, y = batches()[0]
     with shardwise.auto_parallelize(batch=(x, y), plan=plan_of("data=2"), world=world):
@@ -224,11 +227,12 @@ def refused(world: World) -> list[str]:
         said(lambda: pipeline("pipeline=2", "head/linear"), Infeasible),
         said(lambda: pipeline("data=2 microbatches=2"), Infeasible),
         said(lambda: pipeline("data=2 staleness=1"), Infeasible),
+        *(said(lambda key=key: pipeline(f"data=2 {key}"), Infeasible) for key in KEPT_BY_THE_LOOP),  # type: ignore[misc]
     ]
 
 
 def test_what_a_plain_loop_cannot_do_is_refused(ranks: Callable[..., list[Any]]) -> None:
-    for size, pipeline, microbatches, stale in ranks(refused, 2):
+    for size, pipeline, microbatches, stale, *kept in ranks(refused, 2):
         assert size == (
             "ranks call the model with 4, 2 samples, which data=2 tensor=1 pipeline=1 precision=float64 divides otherwise; "
             "draw batches through shardwise.shard(loader), or give every rank as many"
@@ -236,3 +240,6 @@ def test_what_a_plain_loop_cannot_do_is_refused(ranks: Callable[..., list[Any]])
         for text in (pipeline, microbatches, stale):
             assert "a plain loop owns its backward and its optimizer" in text
             assert "use shardwise.parallelize" in text
+        for key, text in zip(KEPT_BY_THE_LOOP, kept, strict=True):
+            assert key in text
+            assert "so recompute and offload do not apply; leave them out" in text

@@ -86,7 +86,35 @@ def unfrozen(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
         opt.step()
 
 
-LOOPS = [adversaries, twins, frozen, unfrozen]
+def holders(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
+    """Gradients that are held over later backwards: as they are, as a view, detached; then accumulated, and zeroed in place."""
+    opt = torch.optim.SGD(one.parameters(), lr=0.1)
+    held: list[tuple[nn.Parameter, Tensor]] = []
+    for number, (x, y) in enumerate([*batches] * 3):
+        opt.zero_grad(set_to_none=number != 5)
+        mse_loss(one(x), y).backward()
+        if number % 4 == 3:
+            mse_loss(one(y), x).backward()
+        with torch.no_grad():
+            for p, grad in held:
+                p.add_(grad, alpha=-0.05)
+        held = [(p, p.grad if number % 3 == 0 else p.grad.detach() if number % 3 == 1 else p.grad.view_as(p)) for p in one.parameters()]  # type: ignore[union-attr, misc]
+        opt.step()
+
+
+def hooked(one: nn.Module, two: nn.Module, batches: Pairs) -> None:
+    """Hooks on some gradients, which accumulate over backwards."""
+    opt = torch.optim.SGD(one.parameters(), lr=0.1)
+    for number, (x, y) in enumerate([*batches] * 2):
+        if number == 1:
+            one[0].weight.register_hook(lambda grad: 2 * grad)  # type: ignore[index]
+        if number % 3 == 0:
+            opt.zero_grad()
+        mse_loss(one(x), y).backward()
+        opt.step()
+
+
+LOOPS = [adversaries, twins, frozen, unfrozen, holders, hooked]
 
 
 def plan_of(layout: str) -> Plan:
@@ -151,9 +179,10 @@ def test_a_loader_of_dicts_may_have_targets_that_the_model_does_not_take(
     assert ranks(wrong_by_name, num_ranks, layout) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), LAYOUTS)
-def test_loops_are_those_of_one_process(ranks: Callable[..., list[Any]], layout: str, num_ranks: int) -> None:
-    for found in ranks(wrong, num_ranks, layout):
+@pytest.mark.parametrize(("layout", "num_ranks", "transport"), [(*one, "shared_memory") for one in LAYOUTS] + [("data=2", 2, "gloo")])
+def test_loops_are_those_of_one_process(ranks: Callable[..., list[Any]], layout: str, num_ranks: int, transport: str) -> None:
+    """Over gloo gradients are views of their buckets; ranks that share memory copy them."""
+    for found in ranks(wrong, num_ranks, layout, env={"SHARDWISE_TRANSPORT": transport}):
         assert found == {loop.__name__: [] for loop in LOOPS}
 
 

@@ -13,29 +13,33 @@ import pytest
 import torch
 
 from shardwise.errors import ConfigError, RankError
-from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_step
+from shardwise.run.recovery import snapshots
 from shardwise.world.launch.watch import RecoveryPolicy
 from shardwise.world.world import World
 
 STEPS = 12
 
 
-def climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple[float, int]:
-    """Some steps of a recurrence that depends on all ranks; ranks `lost` come to harm in step 7, once or in every generation."""
+def climb(world: World, how: str, lost: tuple[int, ...], always: bool, interval: int = 0) -> tuple[float, int]:
+    """Some steps of a recurrence that depends on all ranks; ranks `lost` come to harm in step 7, once or in every generation.
+
+    `interval`: of snapshots with a pace, as on GPUs.
+    """
+    snapshots.copy_interval_steps = lambda copy_s, step_s: interval  # type: ignore[assignment]
     while True:
         try:
-            return _climb(world, how, lost, always)
+            return _climb(world, how, lost, always, bool(interval))
         except Exception as error:
             cause = error
         world = world.next_generation(cause)
 
 
-def _climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple[float, int]:
+def _climb(world: World, how: str, lost: tuple[int, ...], always: bool, is_paced: bool) -> tuple[float, int]:
     x = torch.ones((), dtype=torch.float64)
-    snapshots = Snapshots(world, RankState([x]))
-    start = agree_on_step(world) if world.generation else None
+    kept = snapshots.Snapshots(world, snapshots.RankState([x]), is_paced)
+    start = snapshots.agree_on_step(world) if world.generation else None
     if start is not None:
-        assert snapshots.restore(start) == {"step": start}
+        assert kept.restore(start) == {"step": start}
     pair = world.group((world.rank // 2 * 2, world.rank // 2 * 2 + 1))  # a rank whose neighbour lives hears of it through that one
     for step in range(start or 0, STEPS):
         with world.pace.step():
@@ -45,7 +49,7 @@ def _climb(world: World, how: str, lost: tuple[int, ...], always: bool) -> tuple
                 harm(how)
             world.world_group.all_reduce(y)
             x.copy_(y.remainder(97.0))
-        snapshots.take(step + 1, {"step": step + 1})
+        kept.take(step + 1, {"step": step + 1})
     world.world_group.barrier()
     return float(x), world.generation
 
@@ -105,6 +109,13 @@ def test_on_every_transport(survive: Callable[..., list[Any]], said: list[str], 
     assert survive(4, how, (3,), transport=transport) == [(climbed(4), 1)] * 4
     assert not any("replaced, too" in text for text in said)
     assert sum("takes its place" in text for text in said) == 1
+
+
+def test_snapshots_with_a_pace_repeat_the_steps_since_the_last(ranks: Callable[..., list[Any]], said: list[str]) -> None:
+    """After steps 1, 5 and 9 there is one: a rank that is lost in step 8 goes on after 5, and computes what it would have."""
+    found = ranks(climb, 2, "kill", (1,), False, 4, recovery=RecoveryPolicy(3, said.append), hang_after_s=1.0)
+    assert found == [(climbed(2), 1)] * 2
+    assert "its state after step 5 is kept" in said[0]
 
 
 def test_several_at_once(survive: Callable[..., list[Any]]) -> None:

@@ -51,7 +51,22 @@ def spoil_gradient(net: nn.Module, step: int) -> None:
         register_on_gradient(net[2].weight, lambda grad: grad * torch.nan)  # type: ignore[index]
 
 
+def train_on_own_data(world: World, changed_at: int) -> int:
+    """Return the call in which ranks that need the same batch were told that theirs differ; batches do not come from `shardwise.shard`."""
+    torch.manual_seed(0)
+    net = shardwise.auto_parallelize(nn.Linear(6, 64), (torch.zeros(8, 6),), plan="tensor=2", world=world)
+    for step in range(INTERVAL):
+        x = torch.full((8, 6), float(step + (step == changed_at and world.rank == 1)))
+        try:
+            net(x).sum().backward()
+        except UsageError:
+            return step
+    return -1
+
+
 def watch(world: World) -> list[list[str]]:
+    assert train_on_own_data(world, 3) == 3
+    assert train_on_own_data(world, -1) == -1
     told = [train(world, "data=2", nothing), train(world, "data=2", change_weight), train(world, "data=2", spoil_gradient)]
     told.append(train(world, "tensor=2", nothing, lambda x: x + 1.0))
     os.environ[SWITCH] = "off"

@@ -88,6 +88,9 @@ GPT = "gpt:layers=4,hidden=128,heads=4,sequence=128,vocabulary=256"
         "pipeline=2 microbatches=4 schedule=gems-master offload=activations:1 recompute=full",
         "inner=2x1/1x2 pipeline=2 microbatches=2 offload=activations:1 recompute=full",
         "data=2 staleness=1 recompute=selective offload=activations:2",
+        "pipeline=2 microbatches=4 schedule=zb-h1 recompute=cheap",
+        "tensor=2 sequence_parallel=on offload=activations:1 recompute=cheap",
+        "data=2 zero=3 microbatches=2 recompute=cheap:3",
     ],
 )
 def test_mixtures_on_ranks_equal_serial(layout: str) -> None:

@@ -198,7 +198,7 @@ def test_what_does_not_add_up_is_told() -> None:
     """Gradients that are clipped, or have something added, are not made of summands: they are summed before, and not at the parameter."""
     linear = {}
     for name in models.NAMES:
-        linear |= {op.function.name: op.function.linear for op in captured_model(name).operators if op.function is not None}
+        linear |= {op.function.name: op.function.has_linear_backward for op in captured_model(name).operators if op.function is not None}
     # Of `Best`, which scatters into zeros, it is not known.
     assert {name for name, adds_up in linear.items() if not adds_up} == {"Otherwise", "Held", "Clipped", "Best"}
 

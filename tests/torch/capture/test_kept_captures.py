@@ -22,6 +22,8 @@ from shardwise.capture.cache.store import CaptureStore
 from shardwise.capture.capture import CapturedGraph, _equal_captures
 from shardwise.errors import ModelError
 from shardwise.run.rank_model.model_source import ModelSource
+from shardwise.zoo.names import FAMILIES
+from shardwise.zoo.resolve import resolve
 
 SOURCE = """
 import os
@@ -137,6 +139,42 @@ def test_a_changed_model_misses(cache: Path, tmp_path: Path, change: str) -> Non
         assert digest(net) != before
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_the_zoo_is_kept(family: str) -> None:
+    """Their code has slots, ellipses and other things that a user's code has, too."""
+    resolved = resolve(family)
+    with torch.device("meta"):
+        model = resolved.make()
+    assert len(fingerprint(model, resolved.loss, None)) == 64
+
+
+SLOTTED = """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    width: int = 4
+    def half(self):
+        return self.width // 2
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.sizes = Sizes(width)
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.inner(x)[..., : self.sizes.half()]
+"""
+
+
+def test_a_configuration_with_slots_counts_by_its_values_and_its_code(tmp_path: Path) -> None:
+    net = module_of(tmp_path, SLOTTED).Net
+    assert fingerprint(net(), None, None) == fingerprint(net(), None, None) != fingerprint(net(2), None, None)
+    other = module_of(tmp_path, SLOTTED.replace("// 2", "// 4")).Net
+    assert fingerprint(other(), None, None) != fingerprint(net(), None, None)
 
 
 def test_a_function_of_torch_that_the_user_replaces_misses(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

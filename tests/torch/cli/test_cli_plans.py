@@ -127,7 +127,7 @@ def test_a_change_equals_pricing_the_changed_layout_by_hand(plan_file: Path, cap
         (["gpus=17"], 2, "use 16 or 24"),
         (["gpus=0"], 2, "whole number"),
         (["zero=4"], 2, "zero"),
-        (["recompute=maybe"], 2, "none, selective, full"),
+        (["recompute=maybe"], 2, "none, selective, cheap, full"),
         (["seq"], 2, "KEY=VALUE"),
         (["seq=8", "seq=9"], 2, "twice"),
         (["cluster=8xdgx-z100"], 2, "did you mean"),

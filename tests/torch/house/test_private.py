@@ -16,11 +16,14 @@ import shardwise
 from shardwise.audit.record import private as audit_private
 from shardwise.capture import fakes
 from shardwise.capture.patching import patched_for_export
-from shardwise.world import private
+from shardwise.world import private, symmetric_memory
 
 # `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own; an audit's recorder runs without
 # shardwise.
-ADAPTERS = {"world/private.py": private, "capture/fakes.py": fakes, "audit/record/private.py": audit_private}
+ADAPTERS = {
+    "world/private.py": private, "capture/fakes.py": fakes, "audit/record/private.py": audit_private,
+    "world/symmetric_memory.py": symmetric_memory,
+}  # fmt: skip
 LISTED = [(file, owner, name) for file, adapter in ADAPTERS.items() for owner, name in adapter.NAMES]
 
 
@@ -61,6 +64,30 @@ def test_what_the_adapters_are_for_works() -> None:
     with Watch():  # type: ignore[no-untyped-call]
         torch.ones(2).add(1)
     assert "aten.add.Tensor" in seen
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+def test_a_step_of_an_optimizer_is_torchs_without_a_record(kind: type[torch.optim.Optimizer]) -> None:
+    """Bit for bit the same updates and calls of hooks; the record is in torch's own step alone."""
+    torch.manual_seed(0)
+    start, gradient, found = torch.randn(5), torch.randn(5), []
+    for is_torchs in (True, False):
+        parameter, calls = torch.nn.Parameter(start.clone()), list[str]()
+        optimizer: Any = kind([parameter], lr=0.1)  # type: ignore[call-arg]
+        before = optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        after = optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        step = optimizer.step if is_torchs else private.optimizer_step(optimizer)
+        parameter.grad = gradient
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            step()
+            before.remove()
+            after.remove()
+            step()
+        assert any("Optimizer.step" in event.key for event in profile.key_averages()) == is_torchs
+        found.append((parameter.detach(), calls))
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], start)
+    assert found[0][1] == found[1][1] == ["before", "after"]
 
 
 def test_a_trace_records_lines_of_code_only_where_torch_cannot_leave_them_out() -> None:

@@ -79,6 +79,42 @@ def test_ranks_that_have_some_experts_each_make_summands() -> None:
     torch.testing.assert_close(_gradients(made, tensors), _gradients(want, tensors), rtol=1e-12, atol=1e-12)
 
 
+def _whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Small whole numbers, whose sums of products are exact in any order."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float().requires_grad_()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("first", "number"), [(0, 5), (1, 3), (2, 1)])
+def test_grouped_products_with_offsets_on_the_device_are_those_of_each_expert(
+    monkeypatch: pytest.MonkeyPatch, transposed: bool, first: int, number: int
+) -> None:
+    """As bfloat16 takes them on a GPU: rows of other experts before and behind, and an expert without any."""
+    ids = torch.tensor([0, 0, 1, 1, 1, 3, 3, 4])
+    rows, weight, bias = _whole_numbers(8, 8, seed=0), _whole_numbers(number, 8, 8, seed=1), _whole_numbers(number, 8, seed=2)
+    grad = _whole_numbers(8, 8, seed=3).detach()
+
+    def found(each: Tensor) -> tuple[Tensor, ...]:
+        out = torch.ops.shardwise.of_experts(rows, each, weight, bias, transposed, first)
+        return (out, *torch.autograd.grad(out, (rows, weight, bias), grad))
+
+    want = found(ids.clone())
+    monkeypatch.setattr(operators, "takes_grouped_products", lambda rows, weight: True)
+    monkeypatch.setattr(operators, "_rows_by_expert", None)  # nothing asks for spans on the host
+    for a, b in zip(found(ids.clone()), want, strict=True):
+        assert torch.equal(a, b)
+    broken = found((ids + 1).clamp(max=4))  # the rows of other experts
+    assert not all(torch.equal(a, b) for a, b in zip(broken, want, strict=True))
+
+
+def test_spans_on_the_host_are_read_once_for_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, tolist = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda x: reads.append(x) or tolist(x))  # type: ignore[func-returns-value]
+    tensors, which = _tensors(), _which()
+    _gradients(_sorted(tensors[0], which, *tensors[1:]), tensors)
+    assert len(reads) == 1  # two products and their backwards
+
+
 @pytest.mark.parametrize("operator", [operators.to_experts, operators.of_experts, operators.from_experts], ids=lambda o: o._name)
 def test_a_trace_sees_what_an_operator_makes(operator: Any) -> None:
     x, share, up, bias, _ = _tensors()

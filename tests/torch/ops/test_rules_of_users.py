@@ -110,7 +110,7 @@ CASES: list[tuple[str, Callable[[], Case], set[str]]] = [
     ("what a mask picks set to a number", lambda: case("index_put.default", real(6, 4), [mask(6, 4)], real()), {"d0", "d1"}),
     ("rows that a mask picks", lambda: case("index_put.default", real(6, 2, 4), [mask(6, 2)], real(4)), {"d0", "d1", "d2"}),
     ("moved to the end", lambda: case("movedim.int", real(6, 4, 2), 0, -1), {"d0", "d1", "d2"}),
-    ("moved, two", lambda: case("movedim.intlist", real(6, 4, 2, 3), [0, 3], [2, 0]), {"d0", "d1", "d2"}),
+    ("moved, two", lambda: case("movedim.intlist", real(6, 4, 2, 3), [0, 3], [2, 0]), {"d0", "d1", "d2", "d3"}),
     ("tiles", lambda: case("tile.default", real(6, 4, 2), [2, 1]), {"d0", "d2"}),
     ("an adjoint", lambda: case("adjoint.default", real(6, 4, 2)), {"d0", "d1", "d2"}),
     ("a quantile", lambda: case("quantile.scalar", real(6, 4), 0.3, 1), {"d0"}),

@@ -214,3 +214,25 @@ def test_a_signal_within_an_update_comes_behind_it() -> None:
     assert torch.equal(now(), after)
     assert signal.getsignal(signal.SIGINT) is handler
     assert made.step_index == 1
+
+
+def test_a_signal_while_handlers_are_replaced_leaves_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM comes when SIGINT's handler is replaced already and its own is not: both are the user's again."""
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    mine = {number: signal.getsignal(number) for number in handlers}
+    replace = signal.signal
+
+    def replaced(number: int, handler: Any) -> Any:
+        if number == signal.SIGTERM and handler is not mine[signal.SIGTERM]:
+            raise KeyboardInterrupt
+        return replace(number, handler)
+
+    monkeypatch.setattr(signal, "signal", replaced)
+    try:
+        with pytest.raises(KeyboardInterrupt), interruption.WholeSteps(False).guard_update():
+            pass
+        assert {number: signal.getsignal(number) for number in handlers} == mine
+    finally:
+        monkeypatch.undo()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

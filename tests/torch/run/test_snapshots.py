@@ -13,6 +13,7 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.engine import Engine
 from shardwise.run.rank_model.model_source import CachedModelSource
+from shardwise.run.recovery import snapshots
 from shardwise.run.recovery.fingerprints import fingerprint_of, wrap_to_int64
 from shardwise.run.recovery.gradient_snapshots import GradientSnapshots, encode_mark
 from shardwise.run.recovery.snapshots import RankState, Snapshots, agree_on_intact_step, agree_on_step, newest_common_step, required_bytes
@@ -263,3 +264,21 @@ def test_a_bit_that_flips_in_kept_gradients_ends_the_run(tmp_path: Path) -> None
     assert kept.read(mark, 0)[1] == 1
     with pytest.raises(RunError, match="the gradients of step 4 in the memory of rank 0 have another digest"):
         kept.read(mark, 1)
+
+
+def test_a_pace_costs_at_most_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of 40 ms after steps of 100 ms: 2 % of the time is one in 20 steps. Where that is an hour there is none, and none is found."""
+    recorder.create_record_file(tmp_path / "record", 1)
+    now = [0.0]
+    monkeypatch.setattr(snapshots.time, "perf_counter", lambda: now[0])
+    world, x = world_of(tmp_path / "record", PersistentMemory(0, create_memory_files(1))), torch.zeros(4)
+    kept = Snapshots(world, RankState([x]), is_paced=True)
+    monkeypatch.setattr(kept, "_take", lambda *_: now.__setitem__(0, now[0] + 0.04))
+    taken = []
+    for step in range(1, 60):
+        now[0] += 0.1
+        taken += [step] if kept.take(step, {}) else []
+    assert taken == [1, 2, 22, 42]
+    monkeypatch.setattr(kept, "_take", lambda *_: now.__setitem__(0, now[0] + 100.0))
+    assert not any(kept.take(step, {}) for step in range(62, 70))
+    assert kept.steps == (None, None)

@@ -74,6 +74,7 @@ class SerialEngine:
     data_size: int = 1
     model_flops: float = 1e6
     timeline: None = None
+    tensor_collectives_notice: str = ""
     step_index: int = 0
     seen: list[Any] = field(default_factory=list)
 

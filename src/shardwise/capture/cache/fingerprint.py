@@ -24,7 +24,16 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -35,7 +44,10 @@ from shardwise.capture.fakes import Fake
 _MAX_OBJECTS = 300_000  # objects
 _MAX_TENSOR_BYTES = 1 << 24  # of a tensor whose values are hashed
 _ENVIRONMENT_NAMES = {"environ", "getenv", "open", "exec", "eval", "globals", "__import__", "import_module", "input"}
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
+_VALUES = (
+    bool, int, float, complex, str, bytes, type(None), EllipsisType, range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _SKIPPED = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl", "__firstlineno__"}
 _SOURCE_ROOT = Path(__file__).parents[2]
@@ -158,6 +170,8 @@ class _FingerprintWalk:
                 self._add_items("partial", x.func, x.args, x.keywords)
             case ModuleType():
                 self._hash_words("module", x.__name__)
+            case MemberDescriptorType() | GetSetDescriptorType():  # of a class with `__slots__`
+                self._hash_words(type(x).__name__, x.__qualname__)
             case BuiltinFunctionType():
                 self._add_items("builtin", x.__qualname__, None if isinstance(x.__self__, ModuleType) else x.__self__)
             case _ if callable(x) and not hasattr(x, "__dict__") and _is_installed(type(x).__module__):  # C descriptors

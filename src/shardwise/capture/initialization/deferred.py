@@ -31,11 +31,11 @@ class DeferredInit:
 
     The block restores the state of torch's random generator; `materialize_shards` advances it.
 
-    >>> from shardwise.capture.initialization import materialize
+    >>> from shardwise.capture.initialization import materialize_shards
     >>> state = torch.manual_seed(0)
     >>> with DeferredInit() as deferred:
     ...     net = nn.Linear(4, 2)
-    >>> {name: list(rows.shape) for name, rows in materialize(deferred, net, lambda name, full: full[:1]).items()}
+    >>> {name: list(rows.shape) for name, rows in materialize_shards(deferred, net, lambda name, full: full[:1]).items()}
     {'weight': [1, 4], 'bias': [1]}
     """
 

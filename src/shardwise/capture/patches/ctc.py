@@ -39,12 +39,12 @@ def _ctc_backward(
 
 
 @ctc_losses.register_fake
-def _(log_probs: Tensor, *rest: Any) -> Tensor:
+def _shape_of_losses(log_probs: Tensor, *rest: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
 
 
 @_ctc_backward.register_fake
-def _(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+def _shape_of_gradient(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
@@ -53,14 +53,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.options = inputs[4:]
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     log_probs, targets, input_lengths, target_lengths = ctx.saved_tensors
     blank, zero_infinity = ctx.options
     gradient = _ctc_backward(grad, log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     return gradient, None, None, None, None, None
 
 
-ctc_losses.register_autograd(_backward, setup_context=_save_for_backward)
+ctc_losses.register_autograd(_differentiate_losses, setup_context=_save_for_backward)
 
 
 @torch.library.custom_op("shardwise::ctc_lengths", mutates_args=())
@@ -74,7 +74,7 @@ def _check_target_lengths(lengths: Tensor, taken: Tensor) -> Tensor:
 
 
 @_check_target_lengths.register_fake
-def _(lengths: Tensor, taken: Tensor) -> Tensor:
+def _shape_of_lengths(lengths: Tensor, taken: Tensor) -> Tensor:
     return torch.empty_like(lengths)
 
 

@@ -2,10 +2,11 @@
 
 Dispatch returns the rows of this rank's experts, of all ranks' tokens, sorted by expert, and the routes by which combine returns them. A
 token is sent once to each rank with any of its experts; their outputs are summed there with the token's weights, so that it returns once.
-Counts are exchanged first. Backward takes the same routes.
+Counts are exchanged first; they stay on the device but for one read a layer, of all sizes together. Backward takes the same routes, and
+reads nothing.
 
 Shape letters: N tokens of this rank, T experts of a token, M rows of this rank's experts, U tokens received, V tokens sent, C choices of
-this rank's tokens, D model.
+this rank's tokens, D model, E experts, R ranks.
 
 In the field's terms: expert dispatch.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.capture.experts import note_spans
 from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.plan.ir.placement import even_shard_range
 from shardwise.world.comm.group import Group
@@ -38,15 +40,21 @@ class _TokenRoutes:
     num_choices_sent: list[int]
     num_choices_received: list[int]
 
-    def pack(self) -> Tensor:
-        """Return the routes as one tensor, which is passed along with the rows."""
-        sizes = [len(self.token_V), *self.num_tokens_sent, *self.num_tokens_received, *self.num_choices_sent, *self.num_choices_received]
-        return torch.cat((self.choice_C, self.token_V, self.row_M, self.sort_M, self.choice_C.new_tensor(sizes)))
+    def pack(self, sizes: Tensor) -> Tensor:
+        """Return the routes as one tensor, which is passed along with the rows. `sizes`: the number of tokens sent, and the four lists.
+
+        The lists are noted on the tensor too, so that `unpack` reads nothing."""
+        packed = torch.cat((self.choice_C, self.token_V, self.row_M, self.sort_M, sizes))
+        by_rank = (*self.num_tokens_sent, *self.num_tokens_received, *self.num_choices_sent, *self.num_choices_received)
+        vars(packed)["sizes"] = [len(self.token_V), *by_rank]
+        return packed
 
     @classmethod
     def unpack(cls, packed: Tensor, choices: int, rows: int, ranks: int) -> _TokenRoutes:
         """Return the routes from what `pack` returned, of so many choices, rows and ranks."""
-        body, sizes = packed[: -4 * ranks - 1], packed[-4 * ranks - 1 :].tolist()
+        body, sizes = packed[: -4 * ranks - 1], vars(packed).get("sizes")
+        if sizes is None:  # a copy of the tensor came here
+            sizes = packed[-4 * ranks - 1 :].tolist()
         choice, token, row, sort = torch.split(body, [choices, sizes[0], rows, rows])
         return cls(token, choice, row, sort, *(sizes[1 + i * ranks : 1 + (i + 1) * ranks] for i in range(4)))
 
@@ -104,30 +112,56 @@ class _CombineTokens(torch.autograd.Function):
 
 
 def dispatch_to_ranks(group: Group, x_ND: Tensor, which_NT: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows MD of this rank's experts, the expert of each, the routes); the number of rows depends on all ranks' tokens."""
+    """Return (rows MD of this rank's experts, the expert of each, the routes); the number of rows depends on all ranks' tokens.
+
+    All sizes are computed on the device, and come to the host in one read of one tensor: an exchange needs them there.
+    """
     parts = [even_shard_range(experts, group.size, rank) for rank in range(group.size)]
-    first, num_local = parts[group.index]
+    (first, num_local), num_tokens = parts[group.index], len(x_ND)
     ids_C, choice_C = torch.sort(which_NT.reshape(-1), stable=True)
-    token_C = choice_C // which_NT.shape[1]
-    counts = torch.bincount(ids_C, minlength=experts)
-    asked = [int(counts[start : start + n].sum()) for start, n in parts]
-    tokens, slots = [], []
-    for token in torch.split(token_C, asked):  # of each rank's experts
-        unique_token, slot = torch.unique(token, return_inverse=True)
-        tokens.append(unique_token)
-        slots.append(slot)
-    sent = [len(unique_token) for unique_token in tokens]
-    outgoing = [torch.cat((counts[start : start + n], counts.new_tensor([size]))) for (start, n), size in zip(parts, sent, strict=True)]
-    counts_received = torch.stack(group.exchange(outgoing, [(num_local + 1,)] * group.size))  # [rank, expert], and tokens
-    counts_received, came = counts_received[:, :-1], counts_received[:, -1]
-    asks = counts_received.sum(1).tolist()
-    slot = _exchange_rows(group, torch.cat(slots).int(), asked, asks).long() + (came.cumsum(0) - came).repeat_interleave(
-        counts_received.sum(1)
+    token_C, rank_C = choice_C // which_NT.shape[1], _rank_of_expert(ids_C, experts, group.size)
+    counts_E = ids_C.new_zeros(experts).scatter_add_(0, ids_C, torch.ones_like(ids_C))
+    is_sent_RN = ids_C.new_zeros((group.size, num_tokens), dtype=torch.bool)
+    is_sent_RN[rank_C, token_C] = True
+    sent_R = is_sent_RN.sum(1)
+    position_RN = is_sent_RN.reshape(-1).cumsum(0).view_as(is_sent_RN) - 1  # among the tokens that are sent to any rank, by rank
+    slot_C = (position_RN - (sent_R.cumsum(0) - sent_R).unsqueeze(1))[rank_C, token_C]
+    outgoing = [torch.cat((counts_E[start : start + n], sent_R[rank : rank + 1])) for rank, (start, n) in enumerate(parts)]
+    received = torch.stack(group.exchange(outgoing, [(num_local + 1,)] * group.size))  # [rank, expert], and tokens
+    counts_received, came_R = received[:, :-1], received[:, -1]
+    asked_R = counts_E.new_zeros(group.size).scatter_add_(0, rank_C, torch.ones_like(rank_C))
+    asks_R = counts_received.sum(1)
+    sizes = torch.cat((sent_R.sum(0, keepdim=True), sent_R, came_R, asked_R, asks_R))
+    (num_sent, *by_rank), counts = _read_once(sizes, counts_received.sum(0))
+    sent, came, asked, asks = (by_rank[i * group.size : (i + 1) * group.size] for i in range(4))
+    slot = _exchange_rows(group, slot_C.int(), asked, asks).long() + (came_R.cumsum(0) - came_R).repeat_interleave(
+        asks_R, output_size=sum(asks)
     )
     numbers = torch.arange(first, first + num_local, device=ids_C.device).repeat(group.size)
-    ids, sort = torch.sort(numbers.repeat_interleave(counts_received.reshape(-1)), stable=True)
-    way = _TokenRoutes(torch.cat(tokens), choice_C, slot[sort], sort, sent, came.tolist(), asked, asks)
-    return _DispatchTokens.apply(x_ND, way, group), ids, way.pack()  # type: ignore[no-untyped-call]
+    ids, sort = torch.sort(numbers.repeat_interleave(counts_received.reshape(-1), output_size=sum(asks)), stable=True)
+    note_spans(ids, first, counts)
+    way = _TokenRoutes(_tokens_in_order(is_sent_RN, position_RN, num_sent), choice_C, slot[sort], sort, sent, came, asked, asks)
+    return _DispatchTokens.apply(x_ND, way, group), ids, way.pack(sizes)  # type: ignore[no-untyped-call]
+
+
+def _rank_of_expert(ids: Tensor, experts: int, ranks: int) -> Tensor:
+    """Return the rank of each expert, on the device: the ranks' shards of experts are those of `even_shard_range`, larger ones first."""
+    size, larger = divmod(experts, ranks)
+    border = larger * (size + 1)
+    return torch.where(ids < border, ids // (size + 1), larger + (ids - border) // max(1, size))
+
+
+def _tokens_in_order(is_sent_RN: Tensor, position_RN: Tensor, num_sent: int) -> Tensor:
+    """Return the index of each sent token, by rank; without reading how many they are."""
+    target_RN = torch.where(is_sent_RN, position_RN, num_sent)  # what is not sent goes to a place behind, which is cut off
+    token_RN = torch.arange(is_sent_RN.shape[1], device=is_sent_RN.device).expand_as(is_sent_RN)
+    return token_RN.new_empty(num_sent + 1).scatter_(0, target_RN.reshape(-1), token_RN.reshape(-1))[:num_sent]
+
+
+def _read_once(sizes: Tensor, counts: Tensor) -> tuple[list[int], list[int]]:
+    """Return both on the host: the only read of a layer's dispatch, which on a GPU waits for the router."""
+    values: list[int] = torch.cat((sizes, counts)).tolist()
+    return values[: len(sizes)], values[len(sizes) :]
 
 
 def combine_from_ranks(group: Group, rows_MD: Tensor, routes: Tensor, weight_NT: Tensor, experts: int) -> Tensor:

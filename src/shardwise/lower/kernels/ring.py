@@ -106,7 +106,7 @@ def _merge_tiles(parts: tuple[RingTile, ...]) -> tuple[RingTile, ...]:
     """Merge adjacent tiles without masks.
 
     >>> _merge_tiles((RingTile(0, 2, 0, 3, 8), RingTile(2, 2, 0, 3, 8)))
-    (Part(row=0, rows=4, column=0, columns=3, key=8, causal=False, first=None),)
+    (RingTile(row=0, rows=4, column=0, columns=3, key=8, causal=False, first=None),)
     """
     merged: list[RingTile] = []
     for part in parts:

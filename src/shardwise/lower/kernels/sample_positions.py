@@ -50,7 +50,7 @@ def narrow_box(box: ElementBox, dim: int, start: int, count: int) -> ElementBox:
     """Return `count` entries of a dimension of a box, from `start` on.
 
     >>> narrow_box(ElementBox(7, (((2, 6),), ((6, 1),))), -1, 2, 3)
-    Box(base=9, dims=(((2, 6),), ((3, 1),)))
+    ElementBox(base=9, dims=(((2, 6),), ((3, 1),)))
 
     Raises:
         LayoutError: entries that begin inside of a step.
@@ -93,11 +93,11 @@ class DrawnShard:
         """Return the numbers of this rank's elements, of a microbatch of these samples; None: of all.
 
         >>> DrawnShard((2, 3), ((1, 2, 1),)).box()
-        Box(base=2, dims=(((2, 3),), ((1, 1),)))
+        ElementBox(base=2, dims=(((2, 3),), ((1, 1),)))
         >>> DrawnShard((8,), runs=((0, 4, 2, 2),)).box()
-        Box(base=2, dims=(((2, 4), (2, 1)),))
+        ElementBox(base=2, dims=(((2, 4), (2, 1)),))
         >>> DrawnShard((2, 3), fold=SampleFold(0)).box(MicrobatchSamples.contiguous(4, 2, 8))
-        Box(base=12, dims=(((2, 3),), ((3, 1),)))
+        ElementBox(base=12, dims=(((2, 3),), ((3, 1),)))
 
         Raises:
             LayoutError: shards that begin inside of a step.

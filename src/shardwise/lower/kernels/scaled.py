@@ -1,10 +1,14 @@
-"""float8 linear layers with one scale per row (Micikevicius et al. 2022; torchao's rowwise recipe).
+"""float8 linear layers with one scale per row, or per tensor (Micikevicius et al. 2022; torchao's rowwise and tensorwise recipes).
 
 From activations [..., K] and weights [O, K] to [..., O], and gradients. A row of an operand, along the contracted dimension, is divided by
 a power of two so that its largest element is just in range: x by rows and the weight by outputs forward; the gradient by rows and the
 weight by inputs for the gradient of x. Gradients have more range and less fraction (e5m2), all else e4m3. So no sample's numbers depend on
 another's, and microbatches and data ranks change nothing. Ranks with shards of a row agree on its largest element. The weight gradient,
 which is summed over samples, is a 16-bit product. Sides are padded to multiples of 16, as tensor cores require.
+
+With one scale per tensor all three products are of 8 bits. A scale is that of the tensor which a rank has of a microbatch, agreed over the
+ranks that have shards of its features. Since it is a power of two, samples affect one another's rounding only where an element is too
+small for the range below the largest: 2^-15 of it in e4m3 and 2^-30 in e5m2 before fraction bits are lost.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ def supports_scaled_product(shape: Sequence[int]) -> bool:
 
 
 def scaled_linear(
-    over_inputs: Sequence[Group], over_outputs: Sequence[Group], x: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
+    over_inputs: Sequence[Group], over_outputs: Sequence[Group], x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    scales_tensors: bool = False,
+) -> Tensor:  # fmt: skip
     """Return x @ weight.T + bias. `over_inputs`: groups whose ranks have shards of K; `over_outputs`: of O."""
+    function = _TensorScaledLinear if scales_tensors else _ScaledLinear
     with torch.autocast(x.device.type, enabled=False):
-        out: Tensor = _ScaledLinear.apply(x.to(WIDE), weight, tuple(over_inputs), tuple(over_outputs))  # type: ignore[no-untyped-call]
+        out: Tensor = function.apply(x.to(WIDE), weight, tuple(over_inputs), tuple(over_outputs))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(WIDE)
 
 
@@ -58,6 +64,46 @@ class _ScaledLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
         return of_x, of_weight, None, None
+
+
+class _TensorScaledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, over_inputs: tuple[Group, ...], over_outputs: tuple[Group, ...]) -> Tensor:
+        ctx.over_inputs, ctx.over_outputs = over_inputs, over_outputs
+        ctx.save_for_backward(x, weight)
+        rows = narrow_tensor(x.reshape(-1, x.shape[-1]), over_inputs)
+        return multiply_narrow(rows, narrow_tensor(weight.to(WIDE), (*over_inputs, *over_outputs))).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @refuse_second_derivatives("a product in 8 bits", "precision=float8")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = of_weight = None
+        with torch.autocast(x.device.type, enabled=False):
+            g, scale = narrow_tensor(grad.reshape(-1, grad.shape[-1]).to(WIDE), ctx.over_outputs, OF_GRADIENTS)
+            if ctx.needs_input_grad[0]:
+                w, of_w = narrow_tensor(weight.to(WIDE), (*ctx.over_inputs, *ctx.over_outputs))
+                of_x = multiply_narrow((g, scale), (w.t(), of_w)).view(x.shape)
+            if ctx.needs_input_grad[1]:
+                rows, of_rows = narrow_tensor(x.reshape(-1, x.shape[-1]), ctx.over_inputs)
+                of_weight = multiply_narrow((g.t(), scale), (rows.t(), of_rows)).to(weight.dtype)
+        return of_x, of_weight, None, None
+
+
+def narrow_tensor(x: Tensor, over: Sequence[Group], dtype: torch.dtype = DTYPE) -> tuple[Tensor, Tensor]:
+    """Return a matrix in 8 bits, and its scale, on which ranks with shards of it agree (groups `over`)."""
+    largest = x.abs().amax().float().view(1) if x.numel() else x.new_zeros(1, dtype=torch.float32)
+    for group in over:
+        group.all_reduce(largest, op="max")
+    scale = _power_of_two_scale(largest, dtype)
+    return (x / scale.to(x.dtype)).to(dtype), scale.view(())  # a power of two has 16 bits exactly
+
+
+def multiply_narrow(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a [M, K] @ b.T [K, N] of matrices in 8 bits with their scales."""
+    (a_values, a_scale), (b_values, b_scale) = a, b
+    product = private.scaled_matmul(_pad_sides(a_values), _pad_sides(b_values), a_scale, b_scale)
+    return product[: len(a_values), : len(b_values)].contiguous()
 
 
 def scaled_product(a: Tensor, b: Tensor, over: Sequence[Group], dtype: torch.dtype = DTYPE) -> Tensor:

@@ -7,6 +7,7 @@ on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,27 +46,53 @@ def cross_entropy(
     `classes`: the first class of this rank, and the group over which they are sharded. With `rows` the mean is this rank's partial sum of
     the mean over all rows; otherwise it is the mean.
     """
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    counted = target != ignore
-    pending_count = None
-    if not mean:
-        count = None
-    elif class_shard is not None or weight is None:
-        count = counted.sum().to(logits.dtype)
+    logits = widen_logits(logits)
+    total = start_count(target, ignore, rows, logits.dtype, None if class_shard is not None else weight) if mean else None
+    loss = sum_cross_entropies(logits, target, ignore, class_shard, smoothing, weight)
+    return loss if total is None else loss / total()
+
+
+def widen_logits(logits: Tensor) -> Tensor:
+    """Return logits in the dtype in which their loss is computed: no narrower than float32."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+def start_count(
+    target: Tensor, ignore: int, rows: tuple[Group, ...], dtype: torch.dtype, weight: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Start to count the rows that count, or their weights, over the groups `rows`; the result waits for the number. It is known before the
+    loss, so its all-reduce overlaps with the loss."""
+    counted, pending = target != ignore, None
+    if weight is None:
+        count = counted.sum().to(dtype)
     else:
         count = weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0.0).sum()
-    # The count of rows is known before the loss: its all-reduce overlaps with the loss.
-    if count is not None and rows:
-        for group in rows[:-1]:
-            group.all_reduce(count)
-        pending_count = rows[-1].all_reduce(count, wait=False)
+    for group in rows[:-1]:
+        group.all_reduce(count)
+    if rows:
+        pending = rows[-1].all_reduce(count, wait=False)
+
+    def finish() -> Tensor:
+        if pending is not None:
+            pending.wait()
+        return count
+
+    return finish
+
+
+def sum_cross_entropies(
+    logits: Tensor,
+    target: Tensor,
+    ignore: int,
+    class_shard: tuple[int, Group] | None,
+    smoothing: float = 0.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Return the sum of the cross-entropies of this rank's rows; arguments as of `cross_entropy`."""
     if class_shard is not None:
-        loss: Tensor = _VocabularyParallelLoss.apply(logits, target, counted, *class_shard)  # type: ignore[no-untyped-call]
-    else:
-        loss = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
-    if pending_count is not None:
-        pending_count.wait()
-    return loss if count is None else loss / count
+        loss: Tensor = _VocabularyParallelLoss.apply(logits, target, target != ignore, *class_shard)  # type: ignore[no-untyped-call]
+        return loss
+    return F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

@@ -149,7 +149,7 @@ def _dimension_after_reshape(place: SampleDimension, before: tuple[int, ...], af
     """Return the location of a dimension after a reshape; None where it is split.
 
     >>> _dimension_after_reshape(SampleDimension(1, 1, 8), (6, 8, 5), (48, 5)), _dimension_after_reshape(SampleDimension(1, 2, 8), (6, 16, 3), (48, 6))
-    (Place(dim=0, inner=1, size=8), Place(dim=0, inner=1, size=8))
+    (SampleDimension(dim=0, inner=1, size=8), SampleDimension(dim=0, inner=1, size=8))
     """  # noqa: E501
     if not prod(after):
         return None  # an empty tensor

@@ -39,7 +39,7 @@ def position_after_reshape(source: tuple[int, ...], dim: int, run: PositionRun, 
     """Return (dimension, run) of positions after a reshape; None where they are split.
 
     >>> position_after_reshape((4, 8, 6), 1, PositionRun(8), (32, 6)), position_after_reshape((32, 6), 0, PositionRun(8), (4, 8, 2, 3)), position_after_reshape((4, 8), 1, PositionRun(8), (4, 2, 4))
-    ((0, Run(size=8, inner=1)), (1, Run(size=8, inner=1)), None)
+    ((0, PositionRun(size=8, inner=1)), (1, PositionRun(size=8, inner=1)), None)
     """  # noqa: E501
     inner_size = prod(source[dim + 1 :])
     step, extent, target_stride = run.inner * inner_size, run.length * inner_size, 1

@@ -97,8 +97,9 @@ def reserve_for_later_axes(
     """Return what an axis leaves to `later` ones, of variables that a plan shards: dimensions that it must not shard, and placements that
     it must read, since the last axis shards them again. `fixed`: its own dimensions.
 
-    >>> reserve_for_later_axes(["columns", "depth"], {"columns": {"w": 1}, "depth": {"w": 0}}, {"w": 0})
-    ({'w': {1}}, {'w': 'S0'})
+    >>> reserved, pinned = reserve_for_later_axes(["columns", "depth"], {"columns": {"w": 1}, "depth": {"w": 0}}, {"w": 0})
+    >>> reserved, str(pinned["w"])
+    ({'w': {1}}, 'S0')
     """
     reserved: dict[str, set[int]] = {}
     pinned: dict[str, Placement] = {}

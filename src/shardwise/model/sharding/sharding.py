@@ -186,7 +186,7 @@ class Sharding:
 def redistribution_collectives(source: Placement, target: Placement) -> tuple[str, str]:
     """Return (forward, backward) collectives of a redistribution: a collective and its dual. `slice` and "" move no bytes.
 
-    >>> from shardwise.errors import LayoutError
+    >>> from shardwise.plan.ir.placement import D, P
     >>> redistribution_collectives(P, R), redistribution_collectives(R, D), redistribution_collectives(Shard(1), D)
     (('all_reduce', ''), ('', 'all_reduce'), ('all_gather', 'reduce_scatter'))
     """

@@ -16,6 +16,8 @@ from shardwise.model.graph import Graph, Operator, Tensor, Word, written_buffers
 from shardwise.ops import record_of
 from shardwise.ops.vocabulary import AutocastPolicy, LoweringKind
 
+CAST, HELD = "cast", "held"  # autocast over weights of 32 bits, and over weights that are held in 16
+
 
 def cast_operands(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return, by value, the operands that autocast casts, in their new dtype. `tensors`: with the dtypes of the run."""

@@ -138,7 +138,7 @@ def parse_action(text: str) -> Action:
     """Parse an action as it prints.
 
     >>> parse_action("1B2"), parse_action("chunk(2)+<0")
-    (Compute(op=<Op.B: 'B'>, stage=1, microbatch=2), Recv(value=Value(name='chunk', index=(2,)), source=0, add=True))
+    (Compute(op=<ComputeOp.B: 'B'>, stage=1, microbatch=2), Recv(value=Value(name='chunk', index=(2,)), source=0, add=True))
     """
     if match := _COMPUTE.fullmatch(text):
         return Compute(ComputeOp(match[2]), int(match[1]), int(match[3]))

@@ -79,7 +79,7 @@ def with_fewer_microbatches(program: Program, microbatches: int) -> Program:
     """Return the program of the first so many microbatches, in the same order: what is legal for all is legal for some.
 
     >>> print(with_fewer_microbatches(custom_program("mine.txt", "0F0 0F1 0B0 0B1"), 1).actions[0])
-    (Compute(op=<Op.F: 'F'>, stage=0, microbatch=0), Compute(op=<Op.B: 'B'>, stage=0, microbatch=0))
+    (Compute(op=<ComputeOp.F: 'F'>, stage=0, microbatch=0), Compute(op=<ComputeOp.B: 'B'>, stage=0, microbatch=0))
     """
 
     def is_kept(action: Action) -> bool:

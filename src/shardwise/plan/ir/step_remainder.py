@@ -96,7 +96,7 @@ def remaining_program(program: Program, k: int, rendezvous: bool = False) -> Pro
     """Return the program of microbatches from `k` on, given gradients that hold those below.
 
     >>> print(remaining_program(Program.parse("rank 0: 0F0 0B0 0F1 0B1 0F2 0B2"), 2).actions[0])
-    (Compute(op=<Op.F: 'F'>, stage=0, microbatch=2), Compute(op=<Op.B: 'B'>, stage=0, microbatch=2))
+    (Compute(op=<ComputeOp.F: 'F'>, stage=0, microbatch=2), Compute(op=<ComputeOp.B: 'B'>, stage=0, microbatch=2))
 
     Raises:
         ProgramError: a rank's gradients never hold just those; or the checker refutes it.

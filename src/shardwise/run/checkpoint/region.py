@@ -44,7 +44,7 @@ class BlockRegion:
         CheckpointError: the block leaves the global tensor, or the range leaves the block.
 
     >>> [box for box, _ in BlockRegion((4, 3), (2, 0), (2, 3), (1, 4)).boxes()]
-    [Box(offsets=(2, 1), shape=(1, 2)), Box(offsets=(3, 0), shape=(1, 1))]
+    [TensorBox(offsets=(2, 1), shape=(1, 2)), TensorBox(offsets=(3, 0), shape=(1, 1))]
     """
 
     global_shape: tuple[int, ...]

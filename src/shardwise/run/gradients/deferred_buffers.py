@@ -80,9 +80,13 @@ class DeferredBufferUpdates:
             for deferred in shared:
                 deferred.later.clear()
 
-    @torch.no_grad()
     def finish(self, microbatches: Sequence[int]) -> None:
         """Apply the writes of these microbatches after their step."""
+        if self._by_group:
+            self._apply_writes(microbatches)
+
+    @torch.no_grad()
+    def _apply_writes(self, microbatches: Sequence[int]) -> None:
         for group, shared in self._by_group:
             for deferred in shared:
                 writes = next(iter(deferred.later.writes.values()), [])

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.plan.compatibility import EACH, LAST
 from shardwise.plan.ir.compression import Compression
 from shardwise.run.gradients.compressed import DTYPES, CompressedBucket
 from shardwise.run.gradients.two_level_compression import TwoLevelCompressedBucket, build_compressed_bucket
@@ -33,13 +34,19 @@ from shardwise.world import private
 from shardwise.world.memory import Accounts
 from shardwise.world.world import CollectiveWork, Group
 
+BY_PROGRAM = "program"
+AT_END = "end"  # where ranks run different branches: buckets are complete at different places among the collectives of their backwards
+
 
 class GradientReducer:
     """Accumulates the gradients of one rank's parameters over a step's microbatches and reduces them over ranks.
 
     Call `begin(...)` before each action that adds to gradients, with the parameters that it completes, `finish()` after the last, and
-    `wait()`; gradients are then in the flat groups. `by_program`: ZeRO gradients are scattered by calls of `reduce`. `compress`: for
-    gradients that are all-reduced, or reduce-scattered by ZeRO-1. `memory`: accounts for gradient buffers.
+    `wait()`; gradients are then in the flat groups. `scatters`: when those of ZeRO-2 and 3 are
+    scattered: by each backward, by the one that completes them (until which buckets are whole), by calls of `reduce`, or, like all others,
+    after the last backward (`AT_END`). `compress`: for
+    gradients that are all-reduced, or reduce-scattered by ZeRO-1. `memory`: accounts for gradient buffers. `replica_groups`: where ZeRO
+    shards inside groups of replicas, the ranks with the same shards, over which shards are all-reduced after they are scattered.
     """
 
     def __init__(
@@ -48,13 +55,15 @@ class GradientReducer:
         parameters: Mapping[str, torch.nn.Parameter],
         reduction_groups: Sequence[Group | None],
         sharded: bool = False,
-        by_program: bool = False,
+        scatters: str = EACH,
         compress: Compression | None = None,
         memory: Accounts | None = None,
+        replica_groups: Sequence[Group | None] = (),
     ) -> None:
-        self._memory = memory or Accounts()
+        self._overlaps_backward = scatters != AT_END
+        self._memory, self._replica_groups = memory or Accounts(), list(replica_groups) or [None] * len(groups)
         self.groups, self.parameters = list(groups), parameters
-        self._reduction_groups, self._sharded = list(reduction_groups), sharded
+        self._reduction_groups, self._sharded, self._scatters = list(reduction_groups), sharded, scatters
         # In the order in which backward completes them: a late bucket must not hold back earlier ones.
         ready = {member.name: member.gradient_order for group in groups for member in group.members}
         numbered = [(g, bucket) for g, group in enumerate(groups) for bucket in group.buckets if not group.is_scattered]
@@ -65,7 +74,7 @@ class GradientReducer:
         self._is_first = dict.fromkeys(self._bucket_of, True)
         self._num_missing: list[int] = []  # by index in the order: parameters still to be completed
         self._next_bucket = 0
-        self._works: list[CollectiveWork] = []
+        self._works: list[CollectiveWork | ShardSum] = []
         self.is_reducing = True
         self.records_norms = False  # whether norms of this rank's own gradients are recorded before the reduction
         self._norms: list[Tensor] = []
@@ -80,7 +89,7 @@ class GradientReducer:
             None  # if a dictionary: gets copies of gradients before compression, by index in the order
         )
         self._scatterers = {
-            number: GradientScatterer(group, over, not by_program)
+            number: GradientScatterer(group, over, scatters not in (BY_PROGRAM, AT_END), self._replica_groups[number])
             for number, (group, over) in enumerate(zip(groups, reduction_groups, strict=True))
             if group.is_scattered and over is not None
         }
@@ -130,7 +139,7 @@ class GradientReducer:
     def add(self, name: str, grad: Tensor) -> None:
         """Add to a parameter's gradient; at most once per parameter between two calls of `begin`."""
         if name in self._scatterer_of:
-            self._scatterer_of[name].add(name, grad)
+            self._scatterer_of[name].add(name, grad, is_last=self._scatters != LAST or name in self._completed)
             return
         view = self._view(name)
         if self._is_first[name]:
@@ -152,9 +161,14 @@ class GradientReducer:
 
     def _view(self, name: str) -> Tensor:
         """Return the view of a bucket where a gradient is accumulated."""
-        with self._memory.counting("gradients"):
-            self.ordered_buckets[self._bucket_of[name]][1].allocate()
+        self._allocate(self.ordered_buckets[self._bucket_of[name]][1])
         return self._views[name]
+
+    def _allocate(self, bucket: Bucket) -> None:
+        """Allocate a bucket's buffer if it is freed."""
+        if bucket.grad is not None:
+            with self._memory.counting("gradients"):
+                bucket.allocate()
 
     def _on_gradient(self, name: str) -> None:
         if name in self._completed:
@@ -191,7 +205,10 @@ class GradientReducer:
         self._completed = completed
 
     def reduce(self, names: Collection[str]) -> None:
-        """Reduce-scatter buckets with gradients of these parameters, complete or not; other buckets are reduced when complete."""
+        """Reduce-scatter buckets with gradients of these parameters, complete or not, if the program decides when; otherwise buckets are
+        reduced when complete."""
+        if self._scatters != BY_PROGRAM:
+            return
         for scattered in self._scatterers.values():
             scattered.flush(names)
 
@@ -232,18 +249,16 @@ class GradientReducer:
             self.parameters[name].grad = torch.empty_like(self.parameters[name], dtype=value.dtype).copy_(value)
 
     def _launch(self) -> None:
-        while self._next_bucket < len(self.ordered_buckets) and self._num_missing[self._next_bucket] <= 0:
+        while self._overlaps_backward and self._next_bucket < len(self.ordered_buckets) and self._num_missing[self._next_bucket] <= 0:
             self._reduce_bucket(self._next_bucket)
             self._next_bucket += 1
 
-    @torch.no_grad()
     def _fill_bucket(self, place: int) -> Tensor:
         """Copy gradients that are not in the bucket yet; missing ones are zero. Return the bucket's gradients."""
         number, bucket = self.ordered_buckets[place]
         views: list[Tensor] = []
         gradients: list[Tensor] = []
-        with self._memory.counting("gradients"):
-            bucket.allocate()
+        self._allocate(bucket)
         for name in bucket.names:
             parameter, view = self.parameters[name], self._views[name]
             grad = parameter.grad
@@ -280,9 +295,18 @@ class GradientReducer:
             self._begin_second_phase(in_backward=True)
             self._in_first_phase.append(compressed)
         elif self._sharded:
-            self._works.append(over.reduce_scatter_into(gradient.view(over.size, -1)[over.index], gradient, wait=False))
+            shard = gradient.view(over.size, -1)[over.index]
+            work = over.reduce_scatter_into(shard, gradient, wait=False)
+            self._begin_sums_beyond()
+            beyond = self._replica_groups[self.ordered_buckets[place][0]]
+            self._works.append(work if beyond is None else ShardSum(work, shard, beyond))
         else:
             self._works.append(over.all_reduce(gradient, wait=False))
+
+    def _begin_sums_beyond(self) -> None:
+        """Begin to all-reduce shards over groups of replicas, of a bucket once the scatter of the next has begun."""
+        if self._works and isinstance(last := self._works[-1], ShardSum):
+            last.begin_beyond()
 
     def _begin_second_phase(self, in_backward: bool) -> None:
         """Begin the second phase of buckets whose first phase was started; in backward only of those that may overlap it."""
@@ -309,7 +333,7 @@ class GradientReducer:
     def take_pending_work(self) -> list[CollectiveWork]:
         """Return the pending all-reduces of uncompressed gradients, after `finish` and instead of `wait`."""
         works, self._works = self._works, []
-        return works
+        return [work for work in works if not isinstance(work, ShardSum)]  # stale updates are not sharded
 
     def wait(self) -> None:
         """Wait for all reductions."""
@@ -345,6 +369,26 @@ def norm_of(x: Tensor) -> Tensor:
 
 
 @dataclass
+class ShardSum:
+    """The pending reduction of a bucket inside a group of replicas, and then of this rank's shard of it over all such groups."""
+
+    work: CollectiveWork
+    shard: Tensor
+    beyond: Group
+    is_beyond: bool = False
+
+    def begin_beyond(self) -> None:
+        """Wait for the reduction inside, and begin the one beyond."""
+        if not self.is_beyond:
+            self.work.wait()
+            self.work, self.is_beyond = self.beyond.all_reduce(self.shard, wait=False), True
+
+    def wait(self) -> None:
+        self.begin_beyond()
+        self.work.wait()
+
+
+@dataclass
 class _OpenBucket:
     """A bucket that is being filled: its buffer, and the parameters without a gradient yet."""
 
@@ -358,7 +402,10 @@ class GradientScatterer:
     Without `scatters_when_full` nothing is scattered before `flush`, which a program calls.
     """
 
-    def __init__(self, group: FlatGroup, reduction_group: Group, scatters_when_full: bool = True) -> None:
+    def __init__(
+        self, group: FlatGroup, reduction_group: Group, scatters_when_full: bool = True, replica_group: Group | None = None
+    ) -> None:
+        self._replica_group = replica_group
         self._group, self._reduction_group, self._scatters_when_full = group, reduction_group, scatters_when_full
         self._bucket_numbers = {name: k for k, bucket in enumerate(group.buckets) for name in bucket.names}
         self._shards = [group.grad[at : at + length] for _, at, length in group.shard_ranges()]
@@ -372,8 +419,8 @@ class GradientScatterer:
             begin = start - group.buckets[self._bucket_numbers[member.name]].start
             self._slices[member.name] = slice(begin, begin + member.size)
 
-    def add(self, name: str, grad: Tensor) -> None:
-        """Add to a parameter's gradient."""
+    def add(self, name: str, grad: Tensor, is_last: bool = True) -> None:
+        """Add to a parameter's gradient. `is_last`: its bucket may be scattered as soon as all others of it have theirs."""
         number = self._bucket_numbers[name]
         open_bucket = self._open.get(number)
         if open_bucket is None:
@@ -382,7 +429,8 @@ class GradientScatterer:
                 self._group.grad.new_zeros(bucket.stop - bucket.start), set(self._expected[number])
             )
         open_bucket.full[self._slices[name]].add_(grad.reshape(-1))
-        open_bucket.missing.discard(name)
+        if is_last:
+            open_bucket.missing.discard(name)
         if not open_bucket.missing and self._scatters_when_full:
             self._scatter(number)
 
@@ -414,14 +462,16 @@ class GradientScatterer:
                 self._scatter(number)
 
     def wait(self) -> None:
-        """Wait for all reductions."""
+        """Wait for all reductions; all-reduce the shards over groups of replicas, once for all microbatches."""
         self._wait_until(0)
+        if self._replica_group is not None:
+            self._replica_group.all_reduce(self._group.grad)
 
     def _scatter(self, number: int) -> None:
         full = self._open.pop(number).full
         if self._records_norms:
             self.norms.append(norm_of(full))
-        received = torch.empty_like(self._shards[number])
+        received = full.view(self._reduction_group.size, -1)[self._reduction_group.index]  # in place: no room for all shards
         self._works.append((self._reduction_group.reduce_scatter_into(received, full, wait=False), received, self._shards[number]))
         self._wait_until(_MAX_PENDING)
 

@@ -1,6 +1,7 @@
 """All-reduce of gradients during a user's own `backward`: averaged over the ranks that hold partial gradients, complete when it returns.
 
-Gradient hooks of the parameters in flat groups overlap it with backward; every parameter's `.grad` ends as in one process.
+Gradient hooks of the parameters in flat groups overlap it with backward; every parameter's `.grad` ends as in one process. It is a view of
+its bucket where it was None before (`run/gradients/lent_gradients`).
 
 Ranks that run the same graph use the same parameters. An uncaptured model may branch on its samples, so that they do not
 (`uses_differ=True`): ranks then all-reduce which parameters they used, since an optimizer decays a parameter whose gradient is zero but
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.run.gradients.lent_gradients import LentGradients
 from shardwise.run.gradients.parameter_hooks import ParameterHooks, register_after_accumulation, register_on_gradient
 from shardwise.run.gradients.replica_watch import ReplicaWatch
-from shardwise.run.state.parameters import FlatGroup, share_gradient_memory
+from shardwise.run.state.parameters import Bucket, FlatGroup, share_gradient_memory, shares_memory
 from shardwise.world import private
 from shardwise.world.world import World
+
+LARGE_ELEMENTS = 1 << 14  # a gradient of so many is scaled and copied at once; smaller ones all together, which takes fewer calls
 
 
 class LoopGradientReducer:
@@ -51,7 +55,10 @@ class LoopGradientReducer:
         self._watch = ReplicaWatch(self._reduced_groups, parameters, world)
         self._ordered_buckets = [(group, over, bucket) for group, over in self._reduced_groups for bucket in group.buckets]
         self._parameters, self._uses_differ, self._reduces_at_end = parameters, uses_differ, reduces_at_end
+        with private.as_base_tensor():
+            self._lent = LentGradients([group for group, over in self._reduced_groups if not shares_memory(over)], parameters)
         self._in_backward = False
+        self._fresh: set[str] = set()  # parameters without a gradient before this backward
         self._arriving: set[str] = set()  # parameters whose gradient is not in `.grad` yet
         self._used: dict[str, None] = {}  # in the order of backward
         self._num_missing: list[int] = []
@@ -91,9 +98,13 @@ class LoopGradientReducer:
         self._reduces_now = not self._is_accumulating or bool(self._hooks)
         self._arriving.clear()
         self._used.clear()
+        self._fresh.clear()
         self._works.clear()
         self._rows = dict.fromkeys(self._rows, 0.0)
         self._num_missing = [len(bucket.names) for _, _, bucket in self._ordered_buckets]
+        if self._reduces_now:
+            with private.as_base_tensor():
+                self._lent.protect_holders()
         private.after_backward(self._finish)
 
     def count_rows(self, output: str, rows: float, grad: Tensor) -> None:
@@ -111,7 +122,12 @@ class LoopGradientReducer:
             )
         self.begin_backward()
         self._arriving.add(name)
-        self._hooks.set_aside(name)
+        with private.as_base_tensor():
+            if self._hooks.changes(name):
+                self._lent.take_back(name)
+                self._hooks.set_aside(name)
+            if self._parameters[name].grad is None:
+                self._fresh.add(name)
 
     def _on_accumulated(self, number: int, name: str, p: Tensor) -> None:
         self._arriving.discard(name)
@@ -131,15 +147,30 @@ class LoopGradientReducer:
             is_finished or not (self._reduces_at_end or self._num_missing[len(self._works)])
         ):
             group, over, bucket = self._ordered_buckets[len(self._works)]
-            with private.as_base_tensor():
-                for name in bucket.names:
-                    grad = self._parameters[name].grad
-                    if grad is None:
-                        group.views[name].zero_()
-                    else:
-                        torch.mul(grad.to_dense() if grad.is_sparse else grad, 1 / over.size, out=group.views[name])
+            self._fill_bucket(group, bucket, 1 / over.size)
             self._watch.observe_gradients(group, bucket)
             self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
+
+    @torch.no_grad()
+    def _fill_bucket(self, group: FlatGroup, bucket: Bucket, scale: float) -> None:
+        """Write the scaled gradients of a bucket's parameters, in one pass over each; missing ones are zero."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        with private.as_base_tensor():
+            for name in bucket.names:
+                if name not in self._used:
+                    self._lent.take_back(name)  # it stays as it is, unless another rank used it
+                grad, view = self._parameters[name].grad, group.views[name]
+                if grad is None:
+                    view.zero_()
+                elif grad.numel() > LARGE_ELEMENTS or grad.is_sparse or grad.dtype is not view.dtype:
+                    torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=view)
+                else:
+                    targets.append(view)
+                    sources.append(grad)
+            if targets:
+                private.copy_tensors(targets, sources)
+                private.scale_tensors(targets, scale)
 
     def _finish(self) -> None:
         self._in_backward = False
@@ -197,16 +228,39 @@ class LoopGradientReducer:
     def _write_gradients(self, used: set[str] | None) -> list[str]:
         """Write the averaged gradient of every parameter that any rank used; as in one process, other gradients stay unchanged. Return the
         names of those written."""
-        written = []
+        written: list[str] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        used = self._find_nonzero_gradients() if used is None else used
         for group, _ in self._reduced_groups:
             for name, view in group.views.items():
                 p = self._parameters[name]
-                is_used = bool(view.any()) if used is None else name in used
-                if name not in self._used and not (p.requires_grad and is_used):
+                if name not in self._used and not (p.requires_grad and name in used):
                     continue
                 written.append(name)
-                if p.grad is None or p.grad.is_sparse:
-                    p.grad = view.clone()
+                if self._lent.is_lent(name):
+                    continue
+                grad = p.grad
+                if grad is None or grad.is_sparse:
+                    p.grad = self._lent.lend(name) if self._lent.lends(name) else view.clone()
+                elif name in self._fresh and self._lent.lends(name):  # nothing but the parameter holds it
+                    p.grad = self._lent.lend(name)
                 else:
-                    p.grad.copy_(view)
+                    targets.append(grad)
+                    sources.append(view)
+        if targets:
+            private.copy_tensors(targets, sources)
         return written
+
+    def _find_nonzero_gradients(self) -> set[str]:
+        """Return the parameters unused here whose averaged gradient is not zero, so that other ranks used them; one read for all."""
+        views = {
+            name: view
+            for group, _ in self._reduced_groups
+            for name, view in group.views.items()
+            if name not in self._used and self._parameters[name].requires_grad
+        }
+        if not views:
+            return set()
+        flags = torch.stack([view.any() for view in views.values()]).tolist()
+        return {name for name, is_nonzero in zip(views, flags, strict=True) if is_nonzero}

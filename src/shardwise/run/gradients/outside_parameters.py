@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.capture.nesting import named_leaves, tensors_in
 from shardwise.errors import UsageError
+from shardwise.world import private
 from shardwise.world.world import World
 
 _METADATA_KEY = "shardwise call"  # of an autograd node that computes an output of a divided module
@@ -59,6 +60,7 @@ class AutogradPatch:
     last reduced backward."""
 
     unreduced_call: ModuleCall | None = None
+    root: Any = None  # the node that the running backward starts from with a gradient of one, if it is a single one
 
     def note_unreduced(self, call: ModuleCall) -> None:
         """Note a call without gradients."""
@@ -168,7 +170,11 @@ def patch_autograd() -> AutogradPatch:
             wanted = {id(x) for x in tensors_in(inputs)}
             parameters = [p for p in parameters if id(p) in wanted]
         share = outside.relative_share() if parameters else 1.0
-        backward(tensors, *args, **kwargs)
+        earlier, patch.root = patch.root, _find_root(tensors, args, kwargs)
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            patch.root = earlier
         if parameters:
             _average_gradients(parameters, share, outside.calls[0].world)
 
@@ -196,6 +202,29 @@ def patch_autograd() -> AutogradPatch:
     torch.autograd.grad = grad_and_average
     _replace_imported_names({backward: backward_and_average, grad: grad_and_average})
     return patch
+
+
+_BACKWARD_NAMES = (
+    "grad_tensors",
+    "retain_graph",
+    "create_graph",
+    "grad_variables",
+    "inputs",
+)  # of `torch.autograd.backward`, after tensors
+
+
+def _find_root(tensors: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the node of a backward's single tensor if its gradient is one: nobody gives another, and no hook changes it."""
+    given = {**dict(zip(_BACKWARD_NAMES, args, strict=False)), **kwargs}
+    has_gradient = given.get("grad_tensors") is not None or given.get("grad_variables") is not None
+    if not isinstance(tensors, Tensor) or has_gradient or given.get("create_graph"):
+        return None
+    return None if private.has_gradient_hooks(tensors) else tensors.grad_fn
+
+
+def is_backward_root(node: Any) -> bool:
+    """Return whether the running backward starts from this node alone, with a gradient of one: as on every rank."""
+    return patch_autograd().root is node
 
 
 def _replace_imported_names(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

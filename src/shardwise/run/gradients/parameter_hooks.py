@@ -75,12 +75,14 @@ class ParameterHooks:
     def __bool__(self) -> bool:
         return any(tables.on_gradient or tables.after_accumulation for tables in self._tables.values())
 
+    def changes(self, name: str) -> bool:
+        """Return whether hooks may change a parameter's gradient, and must see this backward's alone."""
+        return bool(self._tables[name].on_gradient)
+
     def set_aside(self, name: str) -> None:
-        """Set aside what `.grad` has before this backward, if hooks must see this backward's gradient alone."""
-        if self._tables[name].on_gradient:
-            with private.as_base_tensor():
-                p = self._parameters[name]
-                self._earlier[name], p.grad = p.grad, None
+        """Set aside what `.grad` has before this backward."""
+        p = self._parameters[name]
+        self._earlier[name], p.grad = p.grad, None
 
     def call(self, names: Iterable[str]) -> None:
         """Call the hooks of parameters whose gradients are complete."""

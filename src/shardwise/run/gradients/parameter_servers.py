@@ -314,7 +314,7 @@ class ParameterServers:
         optimizer, link = self._state.optimizer, self._state.links[self._server_index]
         optimizer.use_gradients([group.step_buffers[buffer] for group in self._groups])
         norm = optimizer.step(lr)
-        self._norms[version].fill_(norm or 0.0)
+        self._norms[version].fill_(0.0 if norm is None else norm)
         shards = [master.data for master in self._state.server_shards]
         if self._staleness:
             version_data = self._versions[version % len(self._versions)]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import RunError
-from shardwise.run.recovery.fingerprints import fingerprint_of, suspect_ranks
+from shardwise.run.recovery.fingerprints import TensorOnHost, copy_to_host, fingerprint_of, suspect_ranks
 from shardwise.run.state.parameters import FlatGroup
 from shardwise.world import private
 from shardwise.world.world import Group, World
@@ -41,7 +41,7 @@ class ReplicaWatch:
         self._num_backwards = 0
         self._told: set[str] = set()
         self._sums: list[tuple[torch.Tensor, Any]] = []
-        self._pending: tuple[torch.Tensor, list[Any], Any] | None = None  # sums on their way from a GPU
+        self._pending: tuple[TensorOnHost, list[Any]] | None = None  # sums on their way from a GPU
 
     def observe_gradients(self, group: FlatGroup, bucket: Any) -> None:
         """Look at this rank's gradients in a bucket, before they are averaged."""
@@ -85,18 +85,15 @@ class ReplicaWatch:
 
     def _read_sums(self) -> None:
         """Read the sums of an earlier backward that have come from a GPU, and send these."""
-        if self._pending is not None and self._pending[2].query():
-            sums, buckets, _ = self._pending
+        if self._pending is not None and self._pending[0].is_there:
+            sums, buckets = self._pending
             self._pending = None
-            for value, bucket in zip(sums.tolist(), buckets, strict=True):
+            for value, bucket in zip(sums.tensor.tolist(), buckets, strict=True):
                 if value - value != 0:  # infinite or NaN
                     self._warn(bucket.names)
         if self._sums and self._pending is None:
-            on_device = torch.stack([total.double() for total, _ in self._sums])
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            received = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True).copy_(on_device, non_blocking=True)
-            event.record()
-            self._pending = received, [bucket for _, bucket in self._sums], event
+            sent = copy_to_host(torch.stack([total.double() for total, _ in self._sums]))
+            self._pending = sent, [bucket for _, bucket in self._sums]
         self._sums.clear()
 
     def _warn(self, names: Sequence[str]) -> None:

@@ -69,7 +69,7 @@ class StaleUpdates:
             for group in self._gradients.groups:
                 group.step_buffers[buffer].div_(divisor.to(group.step_buffers[buffer].dtype))
 
-    def push(self, lr: float | None) -> float | None:
+    def push(self, lr: float | None) -> Tensor | None:
         """End a step and apply the update that is due; return that update's gradient norm if it is clipped."""
         self._pending.append(_StaleUpdate(self._buffer, self._works, lr, self._divisor))
         self._works, self._divisor = [], None
@@ -90,7 +90,7 @@ class StaleUpdates:
         while self._pending:
             self._wait(self._pending.popleft())
 
-    def _apply(self) -> float | None:
+    def _apply(self) -> Tensor | None:
         pending = self._pending.popleft()
         self._wait(pending)
         self._divide(pending.buffer, pending.divisor)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -18,17 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.capture.attribute_reads import AttributeRead
-from shardwise.capture.modes import Modes, modes_of
-from shardwise.capture.nesting import (
-    BatchSignature,
-    batch_size_of,
-    count_samples,
-    is_literal_value,
-    named_leaves,
-    replace_leaves,
-    tensors_of,
-)
-from shardwise.errors import Infeasible, ModelError, UsageError
+from shardwise.capture.modes import Modes
+from shardwise.capture.nesting import BatchLeaves, BatchSignature, batch_size_of, named_leaves, replace_leaves, tensors_of
+from shardwise.errors import Infeasible, ModelError
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.redistribute import redistribute, scale_gradient
 from shardwise.plan.ir.axis import DATA, sample_axes
@@ -39,63 +31,27 @@ from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.gradients.outside_parameters import ModuleCall
 from shardwise.run.gradients.replica_watch import INTERVAL
 from shardwise.run.loop.attribute_watch import AttributeChanges, AttributeWatch
+from shardwise.run.loop.batch_agreement import BatchMode, CallSamples, agree_on_batch
+from shardwise.run.loop.bucket_gathers import ZeroShard
 from shardwise.run.loop.cumulative_statistics import average_cumulatively, cumulative_norms
 from shardwise.run.loop.full_weights import FullWeightCache
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
+from shardwise.run.loop.model_outputs import find_summed_outputs, returnable_output, start_sum
 from shardwise.run.loop.mutation_guard import MutationGuard
 from shardwise.run.loop.optimizer_steps import OptimizerSteps
 from shardwise.run.loop.original_module import OriginalModule
-from shardwise.run.loop.zero_gather import GatheredWeightSaver, ZeroShard, insert_gathers
-from shardwise.run.parts.lru_cache import MAX_CAPTURES, LRUCache
-from shardwise.run.parts.rank_model import RankModel
+from shardwise.run.loop.zero_gather import GatheredWeightSaver, insert_weight_reads
+from shardwise.run.parts.lru_cache import MAX_CAPTURES, MAX_MICROBATCH_SIZES, LRUCache
+from shardwise.run.parts.rank_model import RankModel, with_tensors
 from shardwise.run.parts.rows import CallConvention
-from shardwise.run.rank_agreement import digest_tensors
 from shardwise.run.rank_model.build import BuildRequest, build_rank_model
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
 from shardwise.run.sharded_state import full_state, narrow_to, weight_shards
 from shardwise.run.state.precision import autocast_dtype_of
 from shardwise.world import private
-from shardwise.world.world import Group, World
+from shardwise.world.world import CollectiveWork, Group, World
 
-
-class BatchMode(Enum):
-    """The samples with which ranks call a model: each with its shard of the batch; each with the global batch, computed in full by each; or
-    each with the global batch, of which it computes its shard and returns all outputs."""
-
-    LOCAL_SHARD = 0
-    REPLICATED = 1
-    GLOBAL_BATCH = 2
-
-
-class UnreturnedOutput:
-    """Placeholder for an output that a sharded model does not return: an object that is no nest of tensors (a key-value cache)."""
-
-    def __init__(self, path: str, kind: str) -> None:
-        self._reason = f"the output {path} is a {kind}, which a divided model does not return; switch it off in the model (use_cache=False)"
-
-    def __repr__(self) -> str:
-        return f"NotReturned({self._reason})"
-
-    def __getattr__(self, name: str) -> Any:
-        raise ModelError(self.__dict__["_reason"])
-
-    def __getitem__(self, key: object) -> Any:
-        raise ModelError(self._reason)
-
-    def __len__(self) -> int:
-        raise ModelError(self._reason)
-
-
-def _returnable_output(path: str, leaf: Any) -> Any:
-    return leaf if is_literal_value(leaf) else UnreturnedOutput(path, type(leaf).__name__)
-
-
-def with_tensors(rank_model: RankModel, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> RankModel:
-    """Return a capture's rank model over other tensors of the same names."""
-    tensors = {**buffers, **parameters}
-    names = {v.value: v.name for v in (*rank_model.graph.parameters, *rank_model.graph.buffers)}
-    variables = {value: tensors[names[value]] if value in names else x for value, x in rank_model.variables.items()}
-    return replace(rank_model, parameters=dict(parameters), buffers=dict(buffers), variables=variables)
+_NO_CASTS = _NO_GATHERS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -109,18 +65,18 @@ class CapturedForward:
     reduced_axes: Mapping[str, tuple[str, ...]]
     batch_mode: BatchMode = BatchMode.LOCAL_SHARD
     relative_share: float = 1.0
+    sums: list[CollectiveWork] = field(default_factory=list)  # started sums of outputs, which may be unread
+    ranges: dict[tuple[str, torch.Size], list[tuple[int, int, int]]] = field(default_factory=dict)  # of this rank's part of an input
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
         """Return the output. `inputs`: the tensors of the call by path."""
         parts, layout, stage = self.rank_model, self.plan.layout, self.rank_model.single_stage
         tensors = {v.value: inputs[v.name].to(self.world.device) for v in parts.graph.inputs}
-        coordinates = layout.mesh.coordinates(self.world.rank)
-        kept_axes = () if self.batch_mode is BatchMode.GLOBAL_BATCH else parts.sharding.sample_axes
         for value, x in tensors.items():
             if x.requires_grad and torch.is_grad_enabled():  # the loop differentiates by it, or layers before the module train
                 tensors[value] = self._enter_differentiable_input(value, x)
-            else:
-                tensors[value] = narrow_to(x, parts.sharding.stored(value, x.shape, coordinates, excluded_axes=kept_axes))
+            elif ranges := self._local_ranges(value, x.shape):
+                tensors[value] = narrow_to(x, ranges)
         values = [parts.variables[v] if v in parts.variables else tensors[v] for v in stage.variables]
         for position, group in self._extra_gradient_reductions:
             values[position] = redistribute(values[position], R, D, group)
@@ -129,19 +85,33 @@ class CapturedForward:
         kind = self.world.device.type
         user_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own autocast around the call
         autocast = autocast_dtype_of(layout.precision) or user_dtype
-        saved, module = self._module_with_gathers
-        with private.as_base_tensor(), torch.autocast(kind, dtype=autocast, enabled=autocast is not None), saved.saved_tensor_hooks():
+        saved, module, summed = self._prepared_module
+        while self.sums:
+            self.sums.pop().wait()
+        casts = _NO_CASTS if autocast is None else torch.autocast(kind, dtype=autocast)
+        with private.as_base_tensor(), casts, saved.run(values) if saved.buckets else _NO_GATHERS:
             results = module(*values)
         outputs = []
-        for name, x in zip(stage.results, results, strict=True):
-            # Equal on all data ranks, each of which may use it differently (to scale its own samples' scores), so gradients are reduced.
-            for axis in parts.sharding.sample_axes if x.is_floating_point() else ():
-                x = x if is_shard(stage.placements[name].get(axis, R)) else redistribute(x, R, D, self._group(axis))
+        for i, (groups, x) in enumerate(zip(self._equal_output_groups, results, strict=True)):
+            for group in groups if x.is_floating_point() else ():
+                x = x if group is summed.get(i) else redistribute(x, R, D, group)
+            if i in summed:
+                outputs.append(start_sum(x, summed[i], self.sums))
+                continue
             # The loop averages over this rank's samples; its gradient is weighted by their number.
             x = x if self.relative_share == 1.0 else scale_gradient(x, self.relative_share)
             outputs.append(private.as_writable(x))  # a loop may change an output in place: a loss, an image that it scales
         paths, constants = self._outputs
         return replace_leaves(parts.structure, constants | dict(zip(paths, outputs, strict=True)))
+
+    def _local_ranges(self, value: str, shape: torch.Size) -> list[tuple[int, int, int]]:
+        """Return the ranges of this rank's part of an input of this shape."""
+        found = self.ranges.get((value, shape))
+        if found is None:
+            sharding, at = self.rank_model.sharding, self.plan.layout.mesh.coordinates(self.world.rank)
+            excluded = () if self.batch_mode is BatchMode.GLOBAL_BATCH else sharding.sample_axes
+            found = self.ranges[value, shape] = sharding.stored(value, shape, at, excluded_axes=excluded)
+        return found
 
     @cached_property
     def communicates(self) -> bool:
@@ -156,7 +126,7 @@ class CapturedForward:
         """The model's output by path: tensors, and all other leaves as they will be returned."""
         returned = list(named_leaves(self.rank_model.structure))
         tensors = {path: leaf for path, leaf in returned if isinstance(leaf, Tensor)}
-        return tensors, {path: _returnable_output(path, leaf) for path, leaf in returned if path not in tensors}
+        return tensors, {path: returnable_output(path, leaf) for path, leaf in returned if path not in tensors}
 
     @cached_property
     def _gradient_axes(self) -> dict[str, tuple[set[str], set[str]]]:
@@ -171,19 +141,36 @@ class CapturedForward:
 
     @cached_property
     def _module_with_gathers(self) -> tuple[GatheredWeightSaver, nn.Module]:
-        """The module to run, with all-gathers of ZeRO shards inserted, and the saver of its gathered weights."""
+        """The module to run, with all-gathers of ZeRO shards and casts of weights inserted, and the saver of its gathered weights."""
         parts, saved, module = self.rank_model, GatheredWeightSaver(self.plan.layout.zero == 3), self.rank_model.single_stage.module
         names = {v.value: v.name for v in parts.graph.parameters if v.name in parts.zero_shards}
-        if not names:
+        held = {} if parts.lowering is None else parts.lowering.held_dtypes
+        if not (names or held):
             return saved, module
         assert isinstance(module, fx.GraphModule)
         read = R if self.batch_mode is BatchMode.REPLICATED else D  # where every rank computes all samples, its gradient is complete
-        pieces = {
-            i: ZeroShard(names[v], parts.zero_shards[names[v]], read, self._group(DATA))
-            for i, v in enumerate(parts.single_stage.variables)
-            if v in names
-        }
-        return saved, insert_gathers(module, pieces, saved)
+        over, dtypes = self._group(DATA), {name: p.dtype for name, p in parts.parameters.items()}
+        shards = {v: ZeroShard(name, parts.zero_shards[name], read, over, dtypes[name], held.get(v)) for v, name in names.items()}
+        return saved, insert_weight_reads(module, [(shards.get(v), held.get(v)) for v in parts.single_stage.variables], saved)
+
+    @cached_property
+    def _equal_output_groups(self) -> list[tuple[Group, ...]]:
+        """Return, by output, the groups of ranks with different samples on which it is equal. Each rank may use it differently (to scale
+        its own samples' scores), so its gradients are reduced."""
+        stage, axes = self.rank_model.single_stage, self.rank_model.sharding.sample_axes
+        return [tuple(self._group(axis) for axis in axes if not is_shard(stage.placements[name].get(axis, R))) for name in stage.results]
+
+    @cached_property
+    def _prepared_module(self) -> tuple[GatheredWeightSaver, nn.Module, dict[int, Group]]:
+        """The module to run and the saver of its gathered weights, with the groups of outputs, by position, that are summed behind it:
+        scalars over ranks with different samples, where each counts alike."""
+        saved, module = self._module_with_gathers
+        if self.relative_share != 1.0 or not isinstance(module, fx.GraphModule):
+            return saved, module, {}
+        tensors, stage = self.rank_model.graph.tensors, self.rank_model.single_stage
+        scalars = {i for i, name in enumerate(stage.results) if not tensors[name].shape and tensors[name].dtype.startswith("float")}
+        groups = {self._group(axis) for axis in self.rank_model.sharding.sample_axes}
+        return saved, *find_summed_outputs(module, scalars, groups)
 
     @cached_property
     def _extra_gradient_reductions(self) -> list[tuple[int, Group]]:
@@ -255,6 +242,7 @@ class ModuleCaptures:
     modes: Modes
     variants: LRUCache[RankModel] = field(default_factory=lambda: LRUCache(MAX_CAPTURES))
     attribute_reads: set[AttributeRead] = field(default_factory=set)
+    bindings: LRUCache[dict[str, Any] | tuple[Any, ...]] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
 
     @cached_property
     def batch_form(self) -> BatchSignature:
@@ -307,7 +295,15 @@ class ModuleCaptures:
         return rank_model
 
     def nest_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a call's arguments nested like the captured batch: by keyword or in order."""
+        """Return a call's arguments nested like the captured batch: by keyword or in order. Calls of one form are bound once."""
+        places = self.bindings.get_or_build(
+            (len(args), *kwargs), lambda: self._bind_arguments(tuple(range(len(args))), {name: name for name in kwargs})
+        )
+        if isinstance(places, dict):
+            return {name: kwargs[place] if isinstance(place, str) else args[place] for name, place in places.items()}
+        return tuple([kwargs[place] if isinstance(place, str) else args[place] for place in places])
+
+    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | tuple[Any, ...]:
         bound = self.signature.bind(*args, **kwargs)
         if not isinstance(self.batch, Mapping):
             if bound.kwargs:
@@ -337,6 +333,8 @@ class GraphReplica:
     gradient_reducer: LoopGradientReducer | None = None
     optimizer_steps: OptimizerSteps | None = None
     call_convention: CallConvention = field(default_factory=CallConvention)
+    agreed_forms: set[tuple[int, int]] = field(default_factory=set)  # form and samples of batches that ranks have compared
+    forms: LRUCache[BatchSignature] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
     forwards: LRUCache[CapturedForward] = field(default_factory=lambda: LRUCache(1 + MAX_CAPTURES))
 
     @property
@@ -363,8 +361,8 @@ class GraphReplica:
         return [(name, m) for name, m in self.model.named_modules() if isinstance(m, private.BatchNorm)]
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], cumulative: tuple[str, ...]) -> Any:
-        called = self.captures.nest_arguments(args, kwargs)
-        form = BatchSignature.of(called)
+        leaves = BatchLeaves(called := self.captures.nest_arguments(args, kwargs))
+        form = self._form_of(leaves)
         if torch.is_grad_enabled():
             self.captures.batch_form.check_objects(form)
             self.gathered_weights.clear()
@@ -375,18 +373,24 @@ class GraphReplica:
                 return type(self.model).forward(self.model, *args, **kwargs)
         hooked = self.mutation_guard.hooked_modules()
         key = (form.key, cumulative) if cumulative else form.key
-        call = (modes_of(self.model), key, BatchMode.LOCAL_SHARD, hooked, self.attributes.changes())
-        samples, batch = self._resolve_samples(call, called, form)
+        modes = tuple([module.training for module in self._modules])
+        call = (modes, key, BatchMode.LOCAL_SHARD, hooked, self.attributes.changes())
+        samples, batch = self._resolve_samples(call, called, leaves, form)
         forward = self._forward_for((*call[:2], batch, *call[3:]), samples, called)
         forward.rank_model.draw.step += 1
-        output = forward(tensors_of(called))
+        output = forward(leaves.tensors)
         if hooked:
             output, calls = output
             call_hooks(self.model, hooked, calls)
         has_own_samples = batch is BatchMode.LOCAL_SHARD and max(self._sample_shards) > 0
-        num_local = batch_size_of(called) if has_own_samples else 0
+        num_local = leaves.num_rows if has_own_samples else 0
         ModuleCall(self.captures.world, self._parameter_ids, num_local, forward.relative_share).record(called, output)
         return output
+
+    @cached_property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        """The module and its submodules; `check` refuses others."""
+        return tuple(self.model.modules())
 
     @cached_property
     def _parameter_ids(self) -> frozenset[int]:
@@ -397,15 +401,32 @@ class GraphReplica:
         """Full weights, for calls that run the model's own code."""
         return FullWeightCache(self.captures.world)
 
-    def _resolve_samples(self, call: CallKey, inputs: Any, form: BatchSignature) -> tuple[int, BatchMode]:
+    def _form_of(self, leaves: BatchLeaves) -> BatchSignature:
+        """Return the signature of a call's arguments; kept for shapes that come again."""
+        if (key := leaves.key) is None:
+            return BatchSignature.of_leaves(leaves)
+        return self.forms.get_or_build(key, lambda: BatchSignature.of_leaves(leaves))
+
+    def _resolve_samples(self, call: CallKey, inputs: Any, leaves: BatchLeaves, form: BatchSignature) -> tuple[int, BatchMode]:
         """Return the global number of samples, and the mode in which ranks are called with them.
 
         Raises:
             Infeasible: on all ranks, if they are called with other shards than `shardwise.shard` gives, or with different forms.
         """
-        num_local, samples, places, layout = batch_size_of(inputs), count_samples(inputs), self._sample_shards, self.captures.plan.layout
+        num_local = leaves.num_rows
+        if self.captures.world.num_ranks == 1:
+            return num_local, BatchMode.LOCAL_SHARD
+        samples, places, layout = leaves.num_samples, self._sample_shards, self.captures.plan.layout
         n, batch = max(places) + 1, BatchMode.LOCAL_SHARD
-        if self.captures.world.num_ranks > 1 and not samples:
+        if n == 1 and torch.is_grad_enabled():  # all ranks have all samples
+            known, world = (form.checksum, num_local), self.captures.world
+            on_host = world.device.type == "cpu"  # reading a GPU's inputs would wait for it
+            is_due = (on_host and not samples) or self.draw.step % INTERVAL == 0
+            if is_due or known not in self.agreed_forms:
+                self._agree_on_batch(inputs, num_local, form)
+                self.agreed_forms.add(known)
+            return num_local, batch
+        if not samples:
             # Without gradients and communication, a rank may call the model alone.
             alone = (
                 not (torch.is_grad_enabled() or self.call_convention.is_global_batch)
@@ -433,38 +454,9 @@ class GraphReplica:
         return [mesh.group(rank, *axes).index(rank) for rank in range(self.captures.world.num_ranks)]
 
     def _agree_on_batch(self, inputs: Any, num_local: int, form: BatchSignature) -> tuple[int, BatchMode]:
-        """Agree on the global number of samples and the mode: ranks all-gather their number of samples, form and digest (24 bytes each).
-
-        Raises:
-            Infeasible: on all ranks, if their calls would deadlock or reduce gradients of mismatched samples.
-        """
-        world, places, layout = self.captures.world, self._sample_shards, self.captures.plan.layout
-        local_info = [num_local, form.checksum, int(digest_tensors(inputs), 16)]
-        counts, forms, digests = world.world_group.all_gather(
-            torch.tensor([local_info], dtype=torch.int64, device=world.device), 0
-        ).T.tolist()
-        if len(set(forms)) > 1:
-            raise Infeasible(
-                "ranks call the model with tensors of different shapes or kinds, and exchange values and gradients; draw batches through "
-                "shardwise.shard(loader), or pad them to one shape on all ranks"
-            )
-        if len(set(digests)) == 1:
-            return num_local, BatchMode.GLOBAL_BATCH
-        distinct_batches = {(place, number) for place, number in zip(places, digests, strict=True)}
-        if self.call_convention.is_global_batch or len(distinct_batches) > len(set(places)):
-            affected_ranks = "all of them" if self.call_convention.is_global_batch else "those with the same samples"
-            raise UsageError(
-                f"ranks call the model with different batches, and {affected_ranks} need the same: let every rank load and shuffle "
-                "alike (the same seed on every rank, no DistributedSampler)"
-            )
-        n = max(places) + 1
-        samples = sum(dict(zip(places, counts, strict=True)).values())
-        if counts != [even_shard_range(samples, n, place)[1] for place in places]:
-            raise Infeasible(
-                f"ranks call the model with {', '.join(map(str, counts))} samples, which {layout} divides otherwise; draw batches through "
-                "shardwise.shard(loader), or give every rank as many"
-            )
-        return samples, BatchMode.LOCAL_SHARD
+        captures, is_global = self.captures, self.call_convention.is_global_batch
+        samples = CallSamples(inputs, num_local, form.checksum)
+        return agree_on_batch(captures.world, captures.plan.layout, self._sample_shards, samples, is_global)
 
     def _forward_for(self, call: CallKey, num_samples: int, inputs: Any) -> CapturedForward:
         def build() -> CapturedForward:

@@ -6,6 +6,7 @@ At every call the module's tensors and hooks are compared with those at capture,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ class MutationGuard:
     """The tensors, shapes and hooks of a module when it was sharded."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensor_tables: list[tuple[str, dict[str, Any], tuple[tuple[str, Any], ...]]] = []
+        self._tensor_tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._shapes: list[tuple[str, Tensor, torch.Size]] = []
         self._hooks: list[_HookTable] = []
         for name, module in model.named_modules():
             tensor_tables, hooks = private.module_tables(module)
             for table in tensor_tables:
-                self._tensor_tables.append((name, table, tuple(table.items())))
+                self._tensor_tables.append((name, table, dict(table)))
                 self._shapes += [(_qualified_name(name, key), x, x.shape) for key, x in table.items() if isinstance(x, Tensor)]
             if module is not model:  # hooks of the root module are called
                 self._hooks += [
@@ -49,9 +50,9 @@ class MutationGuard:
     def check(self) -> None:
         """Raise UsageError if something was replaced, resized or hooked. Runs at every call of the model."""
         for name, table, items in self._tensor_tables:
-            changed = [key for key, value in items if table.get(key) is not value]
-            if changed or len(table) != len(items):
-                changed += [key for key in table if key not in dict(items)]
+            if len(table) != len(items) or not all(map(is_, map(table.get, items), items.values())):
+                changed = [key for key, value in items.items() if table.get(key) is not value]
+                changed += [key for key in table if key not in items]
                 raise UsageError(f"{_qualified_name(name, changed[0])} was replaced after the model was divided: {REMEDY}")
         with private.as_base_tensor():
             resized = next((path for path, x, shape in self._shapes if x.shape != shape), None)

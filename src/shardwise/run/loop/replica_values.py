@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.capture.nesting import batch_size_of, count_samples, map_tensors
+from shardwise.capture.nesting import BatchLeaves, map_tensors
 from shardwise.errors import UsageError
 from shardwise.run.loop.global_reductions import ShardedTensorBase
 from shardwise.run.rank_agreement import digest_tensors
@@ -102,8 +102,9 @@ def note_batch(batch: Any) -> None:
     if where is None or len(where.ranks) == 1:
         return
     called = where.called_batch
-    samples = count_samples(batch)
-    called.has_all_rows = bool(samples) and samples == batch_size_of(batch)
+    leaves = BatchLeaves(batch)
+    samples = leaves.num_samples
+    called.has_all_rows = bool(samples) and samples == leaves.num_rows
     if samples:
         called.digest = ""
     elif not called.digest:

@@ -32,10 +32,10 @@ from shardwise.capture.modes import training_modes
 from shardwise.errors import Infeasible, UsageError
 from shardwise.lower.redistribute import redistribute, scale_gradient
 from shardwise.model.graph import Variable
-from shardwise.plan.compatibility import SPLIT_FIXED
+from shardwise.plan.compatibility import EACH, SPLIT_FIXED
 from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, is_shard
-from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
 from shardwise.run.gradients.outside_parameters import patch_autograd
@@ -140,25 +140,37 @@ def _gather_tensor(x: Tensor, spec: GlobalTensorSpec) -> Tensor:
     return x
 
 
+def _refuse_kept_keys(layout: Layout) -> None:
+    """Refuse what the loop itself decides: what backward reads, the optimizer's state and the dtype of gradients. Raises Infeasible."""
+    if layout.recompute != "none" or layout.offload != "none":
+        raise Infeasible(
+            f"{layout}: a plain loop keeps what its own backward reads, and its optimizer is the user's, so recompute and offload do not "
+            "apply; leave them out (a model may checkpoint its own layers: torch.utils.checkpoint), or use shardwise.parallelize"
+        )
+    if layout.gradients != "float32":
+        raise Infeasible(
+            f"{layout}: in a plain loop the optimizer is the user's, and takes gradients in the dtype of weights; leave gradients out, or "
+            "use shardwise.parallelize"
+        )
+
+
 def shard_module(model: nn.Module, source: ModelSource, plan: Plan, batch: Any, world: World) -> None:
     """Shard `model` in place under `plan`; `batch` holds the arguments of a call with the global batch.
 
     Raises:
-        Infeasible: a plan with a pipeline, microbatches, compressed gradients, staleness or servers, which need the engine; or a model that
-            could not be captured and would train something else on shards of the batch.
+        Infeasible: a plan with a pipeline, microbatches, compressed gradients, staleness, servers or shard, which need the engine; or a
+            model that could not be captured and would train something else on shards of the batch.
     """
     layout = plan.layout
     has_stages = max(layout.num_stages, layout.microbatches, layout.branch) > 1
-    if has_stages or layout.compress != "none" or layout.staleness or layout.servers:
+    if has_stages or layout.compress != "none" or layout.staleness or layout.servers or layout.shard:
         raise Infeasible(
             f"{layout}: a plain loop owns its backward and its optimizer, so pipeline, microbatches, branch, compress, "
-            "staleness and servers do not apply; use shardwise.parallelize"
+            "staleness, servers and shard do not apply; use shardwise.parallelize"
         )
-    if PRECISIONS[layout.precision].held_dtype:
-        raise Infeasible(
-            f"{layout}: in a plain loop the optimizer is the user's, and updates the weights that the module holds, so there are no main "
-            "weights beside them; use precision=bfloat16, or shardwise.parallelize"
-        )
+    if layout.scatter != EACH:
+        raise Infeasible(f"{layout}: a plain loop scatters where its own shardwise.accumulate ends; leave scatter out")
+    _refuse_kept_keys(layout)
     patch_wrappers()
     if world.num_ranks > 1:
         patch_autograd()

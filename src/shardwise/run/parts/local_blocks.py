@@ -167,8 +167,10 @@ class InitialValues:
         return view.to(device=self.device, dtype=torch.float64 if floating else view.dtype, copy=True)
 
     def allocate_buffers(self) -> dict[str, Tensor]:
-        """Allocate the buffers without values."""
-        dtypes = ((name, v.tensor.dtype, spans) for name, (v, spans) in self.buffers.items())
+        """Allocate the buffers without values, in the dtypes that `take_local` gives them: float64 widens a graph's complex numbers, and no
+        buffer's, which no checkpoint could store."""
+        held = {"complex128": "complex64"}
+        dtypes = ((name, held.get(v.tensor.dtype, v.tensor.dtype), spans) for name, (v, spans) in self.buffers.items())
         return {name: torch.empty(block_shape(spans), dtype=getattr(torch, dtype), device=self.device) for name, dtype, spans in dtypes}
 
     def _fill_parameter(self, name: str, tensor: Tensor) -> None:

@@ -24,6 +24,12 @@ class LRUCache(Generic[T]):
         self.max_entries = max_entries
         self.entries: OrderedDict[Hashable, T] = OrderedDict()
 
+    def find(self, key: Hashable) -> T | None:
+        """Return the value of a key, None if it is not cached."""
+        if key in self.entries:
+            self.entries.move_to_end(key)
+        return self.entries.get(key)
+
     def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return the value of a key, built if it is not cached."""
         if key not in self.entries:

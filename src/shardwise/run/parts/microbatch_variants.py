@@ -9,8 +9,7 @@ Not supported: a model that computes something else with another number of sampl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -75,16 +74,13 @@ def warn_of_coupled_microbatches(layout: Layout, couplings: Sequence[SampleCoupl
         warnings.warn(words, RuntimeWarning, stacklevel=3)
 
 
-@contextmanager
-def explain_coupled_microbatches(layout: Layout, couplings: Sequence[SampleCoupling]) -> Iterator[None]:
-    """Name the operators that read other samples' values where a microbatch of a coupled model raises: what they index is elsewhere."""
-    try:
-        yield
-    except (IndexError, ValueError, RuntimeError) as error:
-        if layout.microbatches == 1 or not couplings or isinstance(error, ShardwiseError):
-            raise
-        why, where = " ".join(str(error).split())[:200], describe_couplings(couplings)
-        raise ModelError(f"a microbatch cannot compute what the whole batch does ({why}): {where}; use microbatches=1") from error
+def explain_coupled_microbatch(error: Exception, layout: Layout, couplings: Sequence[SampleCoupling]) -> Exception:
+    """Return an error that names the operators that read other samples' values, for what a microbatch of a coupled model raised: what they
+    index is elsewhere. Others are returned as they are."""
+    if layout.microbatches == 1 or not couplings or isinstance(error, ShardwiseError):
+        return error
+    why, where = " ".join(str(error).split())[:200], describe_couplings(couplings)
+    return ModelError(f"a microbatch cannot compute what the whole batch does ({why}): {where}; use microbatches=1")
 
 
 def resize_shardings(shardings: Sequence[Sharding], base: Graph, graph: Graph, layout: Layout) -> tuple[Sharding, ...]:

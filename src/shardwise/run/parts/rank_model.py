@@ -4,7 +4,7 @@ captured."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +23,15 @@ from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.stages.stages import Stage, stage_links
 from shardwise.plan.ir.axis import DATA
 from shardwise.plan.ir.placement import Placement, Shard
-from shardwise.plan.ir.program import Program
+from shardwise.plan.ir.program import Manage, ManageOp, Program
+from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.parts.microbatch_variants import MicrobatchVariant
 from shardwise.run.state.block_ranges import BlockRanges
 from shardwise.run.state.parameters import FlatGroup, LocalParameter
 from shardwise.schedules import check_custom
 from shardwise.schedules import program_of as schedule_of
+from shardwise.schedules.lower import overlap_zero
 from shardwise.world.world import World
 
 
@@ -104,7 +106,23 @@ def program_of(plan: Plan, stages: Sequence[Stage], world: World) -> Program:
     # On NCCL a send may block until its receive is posted; an order that tolerates this costs a thousandth of the step.
     rendezvous = world.device.type == "cuda"
     check_custom(layout, stage_links(stages), rendezvous)
-    return schedule_of(layout, stage_links(stages), rendezvous)
+    program = schedule_of(layout, stage_links(stages), rendezvous)
+    return overlap_zero(program, layout.zero) if defers_gathers(plan, world) else program
+
+
+def reduces_by_program(layout: Layout, program: Program) -> bool:
+    """Return whether a custom schedule says when gradients are reduced; otherwise they are as soon as they are complete."""
+    actions = (a for row in program.actions for a in row if isinstance(a, Manage))
+    return bool(layout.actions) and any(a.op is ManageOp.REDUCE_GRAD for a in actions)
+
+
+def defers_gathers(plan: Plan, world: World) -> bool:
+    """Return whether gathers of updated weights (ZeRO-1 and 2) overlap the next forward: not through shared memory, nor where another than
+    the engine's own update writes weights, or a custom schedule says when."""
+    layout = plan.layout
+    is_shared = world.device.type == "cpu" and len(world.ranks_by_host(tuple(range(world.num_ranks)))) == 1
+    own = not (layout.staleness or layout.servers or layout.offloads_optimizer or layout.actions or plan.uncaptured)
+    return layout.zero in (1, 2) and layout.weight_ranks > 1 and own and not is_shared
 
 
 def pipeline_ranks_reading(stages: Sequence[Stage], program: Program, value: str) -> list[int]:
@@ -112,3 +130,11 @@ def pipeline_ranks_reading(stages: Sequence[Stage], program: Program, value: str
     read = {stage.index for stage in stages if value in stage.variables}
     # The first rank stores what no operator reads, so that checkpoints are complete.
     return [rank for rank, stage_indices in enumerate(program.stages_of) if not read.isdisjoint(stage_indices)] or [0]
+
+
+def with_tensors(rank_model: RankModel, parameters: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> RankModel:
+    """Return a capture's rank model over other tensors of the same names."""
+    tensors = {**buffers, **parameters}
+    names = {v.value: v.name for v in (*rank_model.graph.parameters, *rank_model.graph.buffers)}
+    variables = {value: tensors[names[value]] if value in names else x for value, x in rank_model.variables.items()}
+    return replace(rank_model, parameters=dict(parameters), buffers=dict(buffers), variables=variables)

@@ -99,10 +99,15 @@ class BatchRows:
         """Return microbatch `m`'s share of the batch's samples as computed by this rank; its mean over replicas is the true share."""
         return self.sizes[m] / self.num_samples
 
+    def replica_range(self, m: int) -> tuple[int, int]:
+        """Return (first row in a batch tensor, number of rows) of this replica in microbatch `m`."""
+        first = self._microbatch_starts[m] + sum(self.table[m][: self.index]) if self.is_global_batch else self._replica_starts[m]
+        return first, self.table[m][self.index]
+
     def slice_replica(self, x: Tensor, m: int) -> Tensor:
         """Slice this replica's rows of microbatch `m` out of a batch tensor; one placeholder row if there are none."""
-        first = self._microbatch_starts[m] + sum(self.table[m][: self.index]) if self.is_global_batch else self._replica_starts[m]
-        if count := self.table[m][self.index]:
+        first, count = self.replica_range(m)
+        if count:
             return x.narrow(0, first, count)
         return x[:1] if len(x) else torch.zeros((1, *x.shape[1:]), dtype=x.dtype, device=x.device)
 

@@ -31,6 +31,7 @@ from shardwise.lower.lowering import groups_of
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.batch.samples import check_samples
 from shardwise.model.batch.summable_loss import SummableLossGraph
+from shardwise.model.chunked_loss import has_chunkable_loss
 from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph
 from shardwise.model.sharding.sharding import Sharding, refuse_idle_axes
@@ -161,6 +162,7 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
         pending_constants=base.pending_constants,
         local_statistics=layout.local_statistics_axes, precision=PRECISIONS[layout.precision],
         local_reductions=gradient_adjustments(reduced_axes, layout, sharding, mesh), pages=request.kv_pages,
+        loss_chunks=_loss_chunks_of(request, graph, tensors),
     )  # fmt: skip
     lowered = {stage.index: lower(stage, lowering) for stage in local_stages}
     base_variant = MicrobatchVariant(loss_graph, lowered, {}, shardings, sharding)
@@ -181,6 +183,12 @@ def build_rank_model(request: BuildRequest, tensors: RankModel | None = None) ->
         rank_model = _with_new_tensors(rank_model, request, across)
     constants = request.constants_on_device(part)
     return replace(rank_model, variables=_variables_of(rank_model, local_stages, at, constants, is_new=tensors is None))
+
+
+def _loss_chunks_of(request: BuildRequest, graph: Graph, tensors: RankModel | None) -> int:
+    """Return the chunks of the graph's losses: those of the layout, if it has such losses; one that is trained must."""
+    has_losses = not request.returns_outputs and (tensors is None or has_chunkable_loss(graph))
+    return request.plan.layout.loss_chunks if has_losses else 1
 
 
 def _capture(request: BuildRequest, tensors: RankModel | None) -> tuple[BuildRequest, CapturedMicrobatch]:
@@ -267,11 +275,11 @@ def _with_new_tensors(rank_model: RankModel, request: BuildRequest, across: Abst
         updates_per_replica=layout.servers > 0 or layout.staleness > 0,
     )
     specs = blocks.local_parameters(graph, trainable, request.optimizer, dtype, layers_reading(rank_model.lowered))
-    if held := PRECISIONS[layout.precision].held_dtype:
+    if (held := PRECISIONS[layout.precision].held_dtype) and not outputs:  # a loop's optimizer updates the weights themselves
         dtypes = {"held_dtype": getattr(torch, held), "gradient_dtype": getattr(torch, layout.gradients)}
         specs.update({name: replace(specs[name], **dtypes) for name in narrow_parameters(graph) & specs.keys()})
     zero, servers = 0 if outputs else layout.zero, layout.servers_of(world.rank)
-    groups, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, servers)
+    groups, parameters = build_groups(list(specs.values()), world.device, zero, world.rank, plan.bucket_bytes, servers, layout.zero_groups)
     choose_all_reduce(plan, world, groups)
     buffer_blocks = {v.name: (v, blocks.block_ranges(v)) for v in graph.buffers if blocks.is_stored_here(v)}
     buffers = request.source.initial_buffers(InitialValues(specs, parameters, groups, buffer_blocks, world.device, dtype))

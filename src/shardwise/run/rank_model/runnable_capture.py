@@ -45,6 +45,33 @@ class StepInputs:
     divisor: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class InputRecipe:
+    """The recipe of a step's inputs from batches of one form: for each microbatch (graph value, path, ranges to narrow to, dtype or None).
+
+    It holds for captures whose loss counts nothing: all else follows from the shapes. `constants`: by microbatch what does not change.
+    """
+
+    executor: Executor
+    microbatches: tuple[tuple[tuple[str, str, tuple[tuple[int, int, int], ...], torch.dtype | None], ...], ...]
+    constants: tuple[dict[str, Tensor], ...]
+    samples: tuple[MicrobatchSamples, ...]
+    device: torch.device
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> StepInputs:
+        """Return the inputs of a step on a batch's `tensors` by path."""
+        device = self.device
+        inputs = [
+            {
+                value: narrow_to(tensors[name], ranges).to(device=device, dtype=dtype, non_blocking=True)
+                for value, name, ranges, dtype in microbatch
+            }
+            | constants
+            for microbatch, constants in zip(self.microbatches, self.constants, strict=True)
+        ]
+        return StepInputs(self.executor, inputs, self.samples)
+
+
 @dataclass
 class RunnableCapture:
     """A capture and what runs it. `form`: of the batches that it accepts. `replicas`: buffers that it synchronises after a step."""
@@ -61,14 +88,19 @@ class RunnableCapture:
 
     def loss_summand(self, result: RunResult) -> Tensor:
         """Return what the microbatches of this rank add to the loss."""
-        total = torch.zeros((), dtype=torch.float64, device=self.executors.world.device)
-        if result.losses:
-            lowered, loss = self.rank_model.lowered, self.rank_model.graph.loss
-            forms = next(local.placements[loss] for local in lowered.values() if loss in local.results)
-            at = self.mesh_coordinates
-            if all(form is P or at[axis] == 0 for axis, form in forms.items()):
-                total += torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
-        return total
+        if result.losses and self._counts_loss:
+            if len(result.losses) == 1 and result.weights[0] == 1.0:
+                loss = result.losses[0].to(torch.float64, copy=True)  # it becomes the sum over ranks
+                return loss.view(()) if loss.dim() else loss
+            return torch.stack([x.double() * weight for x, weight in zip(result.losses, result.weights, strict=True)]).sum()
+        return torch.zeros((), dtype=torch.float64, device=self.executors.world.device)
+
+    @cached_property
+    def _counts_loss(self) -> bool:
+        """True if this rank's losses are summands of the whole loss: of ranks with equal losses only the first one's are."""
+        loss, at = self.rank_model.graph.loss, self.mesh_coordinates
+        forms = next(local.placements[loss] for local in self.rank_model.lowered.values() if loss in local.results)
+        return all(form is P or at[axis] == 0 for axis, form in forms.items())
 
     def step_inputs(self, tensors: Mapping[str, Tensor], rows: BatchRows, is_stale: bool) -> StepInputs:
         """Prepare a step from a batch's `tensors` by path. `is_stale`: do not wait for other ranks' counts, since updates are asynchronous.
@@ -88,6 +120,30 @@ class RunnableCapture:
                 totals = list(by_value.values())
             self.add_totals(arguments, counting, totals)
         return arguments
+
+    def recipe_for(self, tensors: Mapping[str, Tensor], rows: BatchRows) -> InputRecipe | None:
+        """Return the recipe of a step's inputs from tensors of these shapes; None if its loss counts what is in them."""
+        parts = self.rank_model
+        if not rows.is_planned:
+            return None
+        needed = {value for local in parts.lowered.values() for value in local.variables}
+        microbatches, constants = [], []
+        for m, size in enumerate(rows.sizes):
+            sized = parts.microbatch_variant(size, rows.num_samples)
+            if sized.loss_graph.totals:
+                return None
+            entries = []
+            for v in sized.loss_graph.graph.inputs:
+                if v.value in needed:
+                    x = tensors[v.name]
+                    first, count = rows.replica_range(m)
+                    ranges = [(0, first, count)] if v.batched and (first or count != len(x)) else []
+                    ranges += self._local_ranges((count, *x.shape[1:]) if v.batched else tuple(x.shape), v, sized)
+                    entries.append((v.value, v.name, tuple(ranges), getattr(torch, v.tensor.dtype) if x.is_floating_point() else None))
+            microbatches.append(tuple(entries))
+            constants.append(self._share_constant(sized, rows, m))
+        executor, device = self.executors.executor_for(rows.sizes, rows.num_samples), self.executors.world.device
+        return InputRecipe(executor, tuple(microbatches), tuple(constants), rows.sample_positions, device)
 
     def prepare_inputs(self, tensors: Mapping[str, Tensor], rows: BatchRows) -> tuple[StepInputs, list[MicrobatchCount]]:
         """Prepare all inputs but the divisors counted over the whole batch; also return their counters by microbatch, if any."""
@@ -113,11 +169,18 @@ class RunnableCapture:
                 }
                 count_inputs = {v.value: self._to_compute_dtype(full[v.value], v) for v in read}
                 counting.append((counter, count_inputs, bool(size)))
-            if name := normal.share_constant:
-                dtype = getattr(torch, normal.graph.tensors[name].dtype)
-                inputs_of[name] = count_inputs[name] = torch.full((), rows.share(m), dtype=dtype, device=self.executors.world.device)
+            share = self._share_constant(sized, rows, m)
+            inputs_of.update(share)
+            count_inputs.update(share)
             inputs_by_microbatch.append(inputs_of)
         return StepInputs(self.executors.executor_for(rows.sizes, samples), inputs_by_microbatch, rows.sample_positions), counting
+
+    def _share_constant(self, sized: MicrobatchVariant, rows: BatchRows, m: int) -> dict[str, Tensor]:
+        """Return microbatch `m`'s share of the samples [] by graph value; empty if its loss reads none."""
+        if not (name := sized.loss_graph.share_constant):
+            return {}
+        dtype = getattr(torch, sized.loss_graph.graph.tensors[name].dtype)
+        return {name: torch.full((), rows.share(m), dtype=dtype, device=self.executors.world.device)}
 
     def add_totals(self, arguments: StepInputs, counts: Sequence[MicrobatchCount], totals: Sequence[Tensor]) -> None:
         """Add the counted divisors to every microbatch's inputs."""
@@ -166,11 +229,15 @@ class RunnableCapture:
 
     def _local_part(self, x: Tensor, v: Variable, sized: MicrobatchVariant) -> Tensor:
         """Slice the rows of this data rank to this rank's shard along the other axes."""
+        return narrow_to(x, self._local_ranges(tuple(x.shape), v, sized))
+
+    def _local_ranges(self, shape: tuple[int, ...], v: Variable, sized: MicrobatchVariant) -> list[tuple[int, int, int]]:
+        """Return the ranges of this rank's shard, along the other axes, of the rows of this data rank."""
         sharding, coordinates = sized.sharding, self.mesh_coordinates
         expected = sharding.sample_shape(v.value, v.tensor.shape, coordinates)
-        if tuple(x.shape) != expected and not self.executors.plan.uncaptured:
-            raise AssertionError(f"{v.name} has shape {list(x.shape)} in a microbatch of this rank, and its capture is of {list(expected)}")
-        return narrow_to(x, sharding.stored(v.value, x.shape, coordinates, excluded_axes=sharding.sample_axes))
+        if shape != expected and not self.executors.plan.uncaptured:
+            raise AssertionError(f"{v.name} has shape {list(shape)} in a microbatch of this rank, and its capture is of {list(expected)}")
+        return sharding.stored(v.value, shape, coordinates, excluded_axes=sharding.sample_axes)
 
     def _to_compute_dtype(self, x: Tensor, v: Variable) -> Tensor:
         """Copy a tensor of the batch to the device, in the dtype that the graph expects."""

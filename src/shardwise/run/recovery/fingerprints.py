@@ -3,8 +3,9 @@
 A fingerprint (checksum) is the sum of a buffer's 64-bit words, modulo 2^64: any single bit flip changes it. Replicas compare the
 fingerprints of their weights: of more than two the minority is suspect, of two both. Sharded state (ZeRO shards, optimizer state) is
 compared with its fingerprint after the last update, if the caller guarantees that nothing else writes to it (`watch`). All ranks exchange
-one small all-reduce a step, concurrently with the loss, and reach the same verdict. It also carries the norm of each rank's own gradients,
-before they are reduced. Not modelled: several flips that cancel; flips in temporary tensors of a step.
+one small message a step, an all-reduce that runs beside those of gradients, and reach the same verdict. It also carries each rank's summand
+of the loss, and the norm of its own gradients before they are reduced. Not modelled: several flips that cancel; flips in temporary tensors
+of a step.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.errors import RunError
 from shardwise.run.state.parameters import FlatGroup
+from shardwise.world.comm.pending import DONE
 from shardwise.world.persistent_memory import sum_of_words
 from shardwise.world.world import CollectiveWork, World
 
 MAX_RANK_SETS = 4  # sets of replicated ranks per rank
 MAX_RANKS = 512  # beyond this the message is no longer small
+_WATCHED, _LOSS, _NUM_ROWS = MAX_RANK_SETS, MAX_RANK_SETS + 1, MAX_RANK_SETS + 2  # rows of a rank in the message, after its rank sets
 
 
 class StateDiverged(RunError):
@@ -58,7 +63,11 @@ def fingerprint_of(x: Tensor) -> Tensor:
 
 def wrap_to_int64(x: int) -> Tensor:
     """Return an integer modulo 2^64 as int64 []."""
-    return torch.tensor((x + (1 << 63)) % (1 << 64) - (1 << 63))
+    return torch.tensor(_wrap_integer(x))
+
+
+def _wrap_integer(x: int) -> int:
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class Fingerprints:
@@ -74,13 +83,16 @@ class Fingerprints:
             if len(group.sum_ranks) > 1 and not group.is_gathered:
                 shared[group.sum_ranks].append(group)
         self._is_enabled = everyone.size <= MAX_RANKS
-        self._replicated_sets = list(shared.items())[:MAX_RANK_SETS] if self._is_enabled else []
+        sets = list(shared.items())[:MAX_RANK_SETS] if self._is_enabled else []
+        self._replicated_sets = [(_rank_set_id(ranks), [group.data for group in groups]) for ranks, groups in sets]
         self._world_group, self._rank = everyone, world.rank
         self._is_sent = any(world.all_reduce_max([len(self._replicated_sets)]))
-        # By rank: (rank set, fingerprint) pairs, then its gradient norm and whether its watched state has changed.
-        self._by_rank = torch.zeros(everyone.size, MAX_RANK_SETS + 1, 2, dtype=torch.int64, device=everyone.device)
+        # By rank: (rank set, fingerprint) pairs, then its gradient norm and whether its watched state has changed, then its loss summand.
+        self._by_rank = torch.zeros(everyone.size, _NUM_ROWS, 2, dtype=torch.int64, device=everyone.device)
         self._work: CollectiveWork | None = None
         self._watched: list[Tensor] = []
+        self.reads_later = everyone.device.type == "cuda"
+        self._unread: TensorOnHost | None = None
         self._expected: dict[int, Tensor] = {}  # step -> fingerprints of watched tensors
         self.norms: list[float] = []
 
@@ -101,37 +113,93 @@ class Fingerprints:
         values = (wrap_to_int64(known[id(x)]) if id(x) in known else fingerprint_of(x) for x in self._watched)
         return torch.stack([value.to(device) for value in values])
 
-    @torch.no_grad()
-    def start(self, step: int, norms: Sequence[Tensor] = ()) -> None:
-        """Start the exchange of this rank's fingerprints after `step` steps. `norms`: of all parts of its gradients."""
+    def carries(self, loss: Tensor) -> bool:
+        """Return whether the message of a step carries a loss of this type, as all ranks' do."""
+        return self._is_sent and type(loss) is Tensor and loss.dtype is torch.float64
+
+    def start(self, step: int, norms: Sequence[Tensor] = (), loss: Tensor | None = None) -> CollectiveWork:
+        """Start the exchange of this rank's fingerprints after `step` steps. `norms`: of all parts of its gradients. `loss`: this rank's
+        summands, [] or [2], which are the sums over ranks once the returned work has been waited for; only if `carries`."""
         if not self._is_sent:
-            return
+            return DONE
         if self._work is not None:
             self._work.wait()
-        self._by_rank.zero_()
-        local_rows, current = self._by_rank[self._rank], self._current() if step in self._expected else torch.empty(0)
-        by_tensor = dict(zip(map(id, self._watched), current, strict=False))
-        for row, (ranks, groups) in zip(local_rows, self._replicated_sets, strict=False):
-            row[0] = _rank_set_id(ranks)
-            row[1] = torch.stack([by_tensor[id(x)] if id(x := group.data) in by_tensor else fingerprint_of(x) for group in groups]).sum()
+        by_rank = self._by_rank = torch.zeros_like(self._by_rank)  # the message of an earlier step may be unread
+        local_rows, current = by_rank[self._rank], self._current() if step in self._expected else None
+        if self._replicated_sets:
+            by_tensor = {} if current is None else dict(zip(map(id, self._watched), current, strict=True))
+            local_rows[: len(self._replicated_sets)] = _pairs_of(self._replicated_sets, by_tensor)
         if norms:
-            local_rows[MAX_RANK_SETS, 0] = torch.stack([x.double() for x in norms]).square().sum().sqrt().view(torch.int64)
-        if step in self._expected:
-            local_rows[MAX_RANK_SETS, 1] = (self._expected[step] != current).any()
-        self._work = self._world_group.all_reduce(self._by_rank.view(-1), wait=False).without_timing()
+            local_rows[_WATCHED, 0] = torch.stack([x.double() for x in norms]).square().sum().sqrt().view(torch.int64)
+        if current is not None:
+            local_rows[_WATCHED, 1] = (self._expected[step] != current).any()
+        if loss is not None:
+            local_rows[_LOSS, : loss.numel()] = loss.view(torch.int64)
+        self._work = self._world_group.all_reduce(by_rank.view(-1), wait=False).without_timing()
+        if loss is not None:
+            self._work.call_after(lambda: _add_losses(by_rank, loss))
+        return self._work
 
     def check(self) -> None:
-        """Wait for the exchange; raise StateDiverged on all ranks if any is suspect."""
+        """Wait for the exchange; raise StateDiverged on all ranks if any is suspect. On a GPU without watched tensors it reads the message
+        of the step before, which has come to the host, so that the host does not wait for this step."""
         if self._work is None:
             return
         self._work.wait()
         self._work = None
-        rows = self._by_rank.tolist()
-        self.norms = self._by_rank[:, MAX_RANK_SETS, 0].view(torch.float64).tolist() if self._watched else []
-        if changed := [rank for rank, row in enumerate(rows) if row[MAX_RANK_SETS][1]]:
+        if not self.reads_later or self._watched:
+            self._judge(self._by_rank)
+            return
+        earlier, self._unread = self._unread, copy_to_host(self._by_rank)
+        if earlier is not None:
+            self._judge(earlier.wait())
+
+    def finish(self) -> None:
+        """Read the message of the last step; before its weights are handed out. Raises as `check` does."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._judge(unread.wait())
+
+    def forget(self) -> None:
+        """Forget the message of the last step, whose weights are not the current ones."""
+        self._unread = None
+
+    def _judge(self, by_rank: Tensor) -> None:
+        rows = by_rank.tolist()
+        self.norms = by_rank[:, _WATCHED, 0].view(torch.float64).tolist() if self._watched else []
+        if changed := [rank for rank, row in enumerate(rows) if row[_WATCHED][1]]:
             raise StateDiverged(changed, since_update=True)
         if differing := suspect_ranks([row[:MAX_RANK_SETS] for row in rows]):
             raise StateDiverged(differing)
+
+
+@dataclass(frozen=True)
+class TensorOnHost:
+    """A tensor on its way to the host. `arrived`: a CUDA event, None where it was on the host."""
+
+    tensor: Tensor
+    arrived: Any
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether reading it would not wait."""
+        return self.arrived is None or bool(self.arrived.query())
+
+    def wait(self) -> Tensor:
+        """Return the tensor, once it has come."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tensor
+
+
+def copy_to_host(x: Tensor) -> TensorOnHost:
+    """Start to copy a tensor to the host; one that is there is not copied."""
+    if not x.is_cuda:
+        return TensorOnHost(x, None)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    received = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    event.record()
+    return TensorOnHost(received, event)
 
 
 def suspect_ranks(fingerprints_by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
@@ -151,6 +219,23 @@ def suspect_ranks(fingerprints_by_rank: Sequence[Sequence[Sequence[int]]]) -> li
         if minorities:
             ranks.update(rank for rank, value in values.items() if value != majority or count == minorities[0][1])
     return sorted(ranks)
+
+
+def _add_losses(by_rank: Tensor, loss: Tensor) -> None:
+    """Write the sum of all ranks' summands, which a message carries bit by bit."""
+    loss.copy_(by_rank[:, _LOSS, : loss.numel()].view(torch.float64).sum(0).view(loss.shape))
+
+
+def _pairs_of(replicated_sets: Sequence[tuple[int, Sequence[Tensor]]], known: Mapping[int, Tensor]) -> Tensor:
+    """Return (id of a rank set, sum of its tensors' fingerprints) [set, 2]. `known`: fingerprints computed already, by tensor id."""
+    by_set = [(set_id, [sum_of_words(x) for x in tensors]) for set_id, tensors in replicated_sets] if not known else []
+    if by_set and not any(None in sums for _, sums in by_set):  # on the host: one tensor in place of four a set
+        return torch.tensor([(set_id, _wrap_integer(sum(x for x in sums if x is not None))) for set_id, sums in by_set])
+    pairs = []
+    for set_id, tensors in replicated_sets:
+        total = torch.stack([known[id(x)] if id(x) in known else fingerprint_of(x) for x in tensors]).sum()
+        pairs.append(torch.stack((torch.full_like(total, set_id), total)))
+    return torch.stack(pairs)
 
 
 def _rank_set_id(ranks: tuple[int, ...]) -> int:

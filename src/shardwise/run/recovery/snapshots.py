@@ -9,6 +9,9 @@ The header also has digests of the half and of the constant state, the sums of t
 Replicated state is stored as one shard per replica if ranks can read each other's memory: replicas together store one copy. Weights are
 excepted: replicas compare fingerprints to find a corrupted one, which of two ranks is known only if each has stored its own.
 
+On a GPU the state crosses the host's link: memory is pinned, copies have a stream of their own, and a snapshot is taken only so often that
+it costs at most `MAX_TIME_SHARE` of the time. A recovery then repeats the steps since the last one.
+
 Not modelled: asynchronous updates (`staleness`), whose pending gradients lie outside of these tensors.
 """
 
@@ -18,7 +21,10 @@ import hashlib
 import json
 import mmap
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +35,9 @@ from shardwise.run.recovery.fingerprints import fingerprint_of
 from shardwise.world.persistent_memory import ALIGNMENT_BYTES, PersistentMemory, copy_past_caches, padded_size
 from shardwise.world.world import World
 
+MAX_TIME_SHARE = 0.02  # largest share of the time that copying may take
+MAX_INTERVAL_S = 3600.0  # if copies would be farther apart there are none: checkpoints are written more often
+MICROSECONDS = 1e-6
 _WORDS = 1 << 64
 NOTE_BYTES = 1024  # of a step's result as JSON, next to its state
 _HEADER = struct.Struct("<IQQ")  # bytes of the note; digests of this half with its note, and of the constant state
@@ -99,6 +108,15 @@ def state_for_memory(state: RankState, memory: PersistentMemory) -> RankState:
     return state if memory.survives_rank else state._replace(replicated_on={})
 
 
+def copy_interval_steps(copy_s: float, step_s: float) -> int:
+    """Number of steps from one copy to the next.
+
+    >>> copy_interval_steps(0.001, 0.1), copy_interval_steps(0.05, 0.1)
+    (1, 25)
+    """
+    return max(1, ceil(copy_s / (MAX_TIME_SHARE * step_s))) if step_s > 0 else 1
+
+
 def required_bytes(state: RankState) -> int:
     """Bytes of memory for a double buffer of the mutable state, and for the constant state."""
     unsharded = (x.nbytes for number, x in enumerate(state.mutable) if number not in state.replicated_on)
@@ -115,27 +133,31 @@ class Snapshots:
     Raises OSError without enough memory.
     """
 
-    def __init__(self, world: World, state: RankState) -> None:
+    def __init__(self, world: World, state: RankState, is_paced: bool | None = None) -> None:
+        """`is_paced`: taken only so often that copies cost little; by default on all devices but processors."""
         assert world.recovery is not None
         self._world, self._persistent_memory = world, world.recovery.memory
         self.pinned_step: int | None = None  # the snapshot of this step is not overwritten
         self.takes_fingerprints, self.fingerprints = False, dict[int, int]()  # of the last state, modulo 2^64, by tensor id
+        self._copier = StateCopier(world.device)
+        self._pace = SnapshotPace(world) if (world.device.type != "cpu" if is_paced is None else is_paced) else None
         self._state = state = state_for_memory(state, self._persistent_memory)
         if self._persistent_memory.size() != (size := required_bytes(state)):
             self.forget()
         self._memory = _BufferAllocator(self._persistent_memory.memory(size))
+        self._copier.pin_memory(self._memory.all_bytes)
         sets = sorted(set(state.replicated_on.values()))
         # Offsets of each rank set's shards in both halves; stored at the start, for other ranks to find.
         offsets: dict[tuple[int, ...], list[int]] = {ranks: [] for ranks in sets}
         self._memory.take_bytes((len(sets) + 1) * ALIGNMENT_BYTES)
         self._constant_digest: int | None = None
         self._constant = [(self._memory.buffer_like(x), x) for x in state.constant]
-        self._double_buffer: list[list[_TensorBuffer]] = []
+        self._double_buffer: list[list[TensorBuffer]] = []
         self._notes: list[memoryview] = []
         for _ in range(2):
             self._notes.append(self._memory.take_bytes(NOTE_BYTES))
             buffers = [
-                _TensorBuffer(n, 0, self._memory.buffer_like(x), x) for n, x in enumerate(state.mutable) if n not in state.replicated_on
+                TensorBuffer(n, 0, self._memory.buffer_like(x), x) for n, x in enumerate(state.mutable) if n not in state.replicated_on
             ]
             for ranks in sets:
                 offsets[ranks].append(self._memory.offset)
@@ -167,7 +189,7 @@ class Snapshots:
     def first_difference(self, step: int, includes_peers: bool = False) -> tuple[int, int] | None:
         """Return (tensor, element) of the first bitwise difference from the snapshot after `step` steps; None if there is none. Compares
         what this rank stores, and with `includes_peers` what its replicas store. Constant tensors are numbered after mutable ones."""
-        constant = (_TensorBuffer(len(self._state.mutable) + n, 0, buffer, x) for n, (buffer, x) in enumerate(self._constant))
+        constant = (TensorBuffer(len(self._state.mutable) + n, 0, buffer, x) for n, (buffer, x) in enumerate(self._constant))
         buffers = [*self._double_buffer[self.steps.index(step)], *constant, *(self._peer_buffers(step) if includes_peers else ())]
         for buffer in sorted(buffers, key=lambda entry: (entry.number, entry.start)):
             current = buffer.source.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -177,8 +199,21 @@ class Snapshots:
         return None
 
     @torch.no_grad()
-    def take(self, step: int, note: Mapping[str, Any]) -> None:
-        """Store the state after `step` steps, and a note on the last of them."""
+    def take(self, step: int, note: Mapping[str, Any]) -> bool:
+        """Store the state after `step` steps, and a note on the last of them. Return False where it is paced and none was due."""
+        if self._pace is None:
+            self._take(step, note, step - 1)
+            return True
+        if not self._pace.is_due(step):
+            return False
+        with self._pace.time_copy(step):
+            self._take(step, note, self._pace.last_step)
+        if self._pace.is_off:
+            self.forget()
+        return not self._pace.is_off
+
+    def _take(self, step: int, note: Mapping[str, Any], previous: int) -> None:
+        """Store the state next to the snapshot after `previous` steps."""
         a, b = self.steps
         if (a, b) == (None, None):
             for buffer, x in self._constant:
@@ -187,7 +222,7 @@ class Snapshots:
         if self._constant_digest is None:
             self._constant_digest = sum(int(fingerprint_of(buffer)) for buffer, _ in self._constant) % _WORDS
         # The previous step may be the newest common one, even if this rank had a later one before a peer failed.
-        target = 1 if a == step - 1 or (a is not None and b != step - 1 and (b is None or b < a)) else 0
+        target = 1 if a == previous or (a is not None and b != previous and (b is None or b < a)) else 0
         if self.pinned_step is not None and self.steps[target] == self.pinned_step:
             target = 1 - target
         self._world.recorder.publish_snapshot(target, None)
@@ -196,10 +231,10 @@ class Snapshots:
         if len(data) > NOTE_BYTES - _HEADER.size:
             raise ValueError(f"a note of {len(data)} bytes; there are {NOTE_BYTES - _HEADER.size:,}")
         digest = _digest_of_note(data)
-        for entry in self._double_buffer[target]:
-            words_sum = copy_past_caches(entry.buffer, entry.source)
-            digest += words_sum if words_sum is not None else _sum_of_copy(entry)
-            if words_sum is not None and self.takes_fingerprints:
+        entries = self._double_buffer[target]
+        for entry, words_sum in zip(entries, self._copier.copy_state(entries), strict=True):
+            digest += words_sum if words_sum is not None else int(fingerprint_of(entry.buffer))
+            if words_sum is not None and self.takes_fingerprints and self._pace is None:
                 x = self._state.mutable[entry.number]
                 self.fingerprints[id(x)] = words_sum + sum(int(fingerprint_of(rest)) for rest in _outside_of(x, entry))
         header = _HEADER.pack(len(data), digest % _WORDS, self._constant_digest)
@@ -228,11 +263,13 @@ class Snapshots:
             x.copy_(buffer)
         for entry in (*self._double_buffer[source], *self._peer_buffers(step)):
             entry.source.copy_(entry.buffer)
+        if self._pace is not None:
+            self._pace.last_step = step
         note = self._notes[source]
         length, _, self._constant_digest = _HEADER.unpack_from(note)
         return json.loads(bytes(note[_HEADER.size : _HEADER.size + length]))  # type: ignore[no-any-return]
 
-    def _peer_buffers(self, step: int) -> Iterator[_TensorBuffer]:
+    def _peer_buffers(self, step: int) -> Iterator[TensorBuffer]:
         """Return the buffers in which replicas store shards of this rank's tensors."""
         peers = {rank for ranks in self._state.replicated_on.values() for rank in ranks} - {self._world.rank}
         for rank in sorted(peers):
@@ -242,7 +279,59 @@ class Snapshots:
                 yield from memory.shard_buffers(self._replicated_tensors(ranks), ranks.index(rank), len(ranks))
 
 
-class _TensorBuffer(NamedTuple):
+class SnapshotPace:
+    """When a snapshot is due where copies cost time. Every rank decides alike, by the slowest copy and step."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.last_step, self.next_step = -1, 0
+        self.is_off = False  # copies would be too far apart
+        self._ended_s: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        return not self.is_off and step >= self.next_step
+
+    @contextmanager
+    def time_copy(self, step: int) -> Iterator[None]:
+        """Time a copy, and agree on the step of the next."""
+        began = time.perf_counter()
+        step_s = (began - self._ended_s) / max(1, step - self.last_step) if self._ended_s is not None else 0.0
+        yield
+        copy_s = time.perf_counter() - began
+        times = self._world.all_reduce_max([round(copy_s / MICROSECONDS), round(step_s / MICROSECONDS)])
+        copy_s, step_s = (x * MICROSECONDS for x in times)
+        interval = copy_interval_steps(copy_s, step_s)
+        self.last_step, self.next_step, self.is_off = step, step + interval, interval * step_s > MAX_INTERVAL_S
+        self._ended_s = time.perf_counter()
+
+
+class StateCopier:
+    """Copies a rank's state into host memory: from processors past the caches, from a GPU on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def pin_memory(self, memory: Tensor) -> None:
+        """Pin memory for copies from a GPU. Where the driver refuses, copies are slower and right."""
+        if self._stream is not None and memory.numel():
+            torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+
+    def copy_state(self, entries: Sequence[TensorBuffer]) -> list[int | None]:
+        """Copy, and wait for the copies. Return for each the sum of its words, None where it is not known."""
+        if self._stream is None:
+            return [copy_past_caches(entry.buffer, entry.source) for entry in entries]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            sums = []
+            for entry in entries:
+                entry.buffer.copy_(entry.source, non_blocking=True)
+                sums.append(fingerprint_of(entry.source) if _has_order_of_copy(entry.source) else None)
+        self._stream.synchronize()
+        return [None if words_sum is None else int(words_sum) for words_sum in sums]
+
+
+class TensorBuffer(NamedTuple):
     """Buffer in which a tensor, or a shard of it from element `start` on, is stored."""
 
     number: int
@@ -257,6 +346,10 @@ class _BufferAllocator:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._bytes, self._tensor, self.offset = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8), 0
 
+    @property
+    def all_bytes(self) -> Tensor:
+        return self._tensor
+
     def take_bytes(self, size: int) -> memoryview:
         start, self.offset = self.offset, self.offset + padded_size(size)
         return self._bytes[start : start + size]
@@ -266,11 +359,11 @@ class _BufferAllocator:
         start, self.offset = self.offset, self.offset + padded_size(x.nbytes)
         return self._tensor[start : start + x.nbytes].view(x.dtype).view(x.shape)
 
-    def shard_buffers(self, tensors: Sequence[tuple[int, Tensor]], index: int, count: int) -> Iterator[_TensorBuffer]:
+    def shard_buffers(self, tensors: Sequence[tuple[int, Tensor]], index: int, count: int) -> Iterator[TensorBuffer]:
         """Allocate buffers for the shards that rank `index` of `count` stores."""
         for number, x in tensors:
             start, shard = self.offset, _shard_of_tensor(x, index, count)
-            yield _TensorBuffer(number, int(shard.storage_offset() - x.storage_offset()), self.buffer_like(shard), shard)
+            yield TensorBuffer(number, int(shard.storage_offset() - x.storage_offset()), self.buffer_like(shard), shard)
             self.offset = start + padded_size(_shard_of_tensor(x, 0, count).nbytes)
 
     def write(self, at: int, data: bytes) -> None:
@@ -285,11 +378,9 @@ class _BufferAllocator:
         return int(entry[1 + side])
 
 
-def _sum_of_copy(entry: _TensorBuffer) -> int:
-    """Return the sum of the words of a tensor that was copied, on its own device where its memory has the copy's order."""
-    x = entry.source
-    is_like_copy = x.is_cuda and x.is_contiguous() and x.data_ptr() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
-    return int(fingerprint_of(x if is_like_copy else entry.buffer))
+def _has_order_of_copy(x: Tensor) -> bool:
+    """Return whether the words of a tensor on a GPU are those of its copy."""
+    return x.is_contiguous() and x.data_ptr() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0
 
 
 def _digest_of_note(data: bytes) -> int:
@@ -303,7 +394,7 @@ def _shard_of_tensor(x: Tensor, index: int, count: int) -> Tensor:
     return x.detach().view(-1)[index * size : (index + 1) * size]
 
 
-def _outside_of(x: Tensor, buffer: _TensorBuffer) -> list[Tensor]:
+def _outside_of(x: Tensor, buffer: TensorBuffer) -> list[Tensor]:
     """Return the rest of a tensor outside of a shard."""
     flat, end = x.detach().view(-1) if buffer.source.numel() < x.numel() else x.new_empty(0), buffer.start + buffer.source.numel()
     return [rest for rest in (flat[: buffer.start], flat[end:]) if rest.numel()]

@@ -1,17 +1,20 @@
-"""Preparation of a lowered stage as its layout chooses: recomputation, activation offload, and weights gathered by layer (ZeRO-3)."""
+"""Preparation of a lowered stage as its layout chooses: activation offload, compilation, ZeRO-3."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage
 from shardwise.plan.layout import Layout
+from shardwise.run.residency.cheap_recompute import CheapLayer, recompute_cheap_operators
+from shardwise.run.residency.compiled_runs import compile_runs
 from shardwise.run.residency.host_store import HostStore, OffloadedActivations
 from shardwise.run.residency.layer_modules import LayeredStage, split_by_layer
 from shardwise.run.residency.recompute import RecomputedModule, merge_segments, recompute_attention, recompute_layers
@@ -20,29 +23,45 @@ from shardwise.world.memory import Accounts
 
 
 def prepare_stage(
-    local: LocalStage, stage: int, layout: Layout, draw: DrawState, weight_gatherer: WeightGatherer, host_store: HostStore, memory: Accounts
-) -> LocalStage:
-    """Return the stage with the layout's `recompute` and `offload` applied, and layers that gather their sharded weights."""
+    local: LocalStage, stage: int, layout: Layout, draw: DrawState, weight_gatherer: WeightGatherer, host_store: HostStore,
+    memory: Accounts, waits_by_layer: bool = False,
+) -> LocalStage:  # fmt: skip
+    """Return the stage with the layout's `recompute` and `offload` applied, and layers that gather their sharded weights.
+
+    `waits_by_layer`: layers may wait for weights whose gathers are deferred, in place of the whole stage.
+    """
     if layout.recompute == "selective":
         local = recompute_attention(local, draw, memory)
     gathers = any(s == stage for s, _ in weight_gatherer.buckets_by_layer)
-    if not layout.recomputes_layers and not gathers and not layout.offloads_layers:
+    awaits = waits_by_layer and weight_gatherer.deferred.is_enabled and layout.residency.segment == 1
+    compiles, module = layout.compile == "on", local.module
+    if compiles and not gathers:
+        assert isinstance(module, fx.GraphModule)  # a model that is not captured is not compiled
+        return replace(local, module=compile_runs(module))
+    if not (layout.recomputes_layers or gathers or awaits or layout.offloads_layers):
         return local
     layered, residency = split_by_layer(local), layout.residency
     layers = list(dict.fromkeys(layered.layers[number] for number in sorted(layered.layer_numbers)))
     if layout.recomputes_layers:
         recomputed = layered.numbers_of_layers(residency.recomputed_layers(stage, layers))
-        if residency.segment > 1:  # then no layer is offloaded or gathered
-            layered = merge_segments(local, layered, recomputed, residency.segment)
-        recompute_layers(layered, draw, memory, recomputed)
+        if residency.recompute.kind == "cheap":
+            recompute_cheap_operators(layered, draw, memory, recomputed)
+        else:
+            if residency.segment > 1:  # then no layer is offloaded or gathered
+                layered = merge_segments(local, layered, recomputed, residency.segment)
+            recompute_layers(layered, draw, memory, recomputed)
     if residency.offload.is_partial:
         offload_layers(layered, host_store, layered.numbers_of_layers(residency.offloaded_layers(stage, layers)))
     elif layout.offloads_layers:
         numbers = sorted(layered.names)
         # Without a pipeline the last layer's backward follows at once, so it is not offloaded.
         offload_layers(layered, host_store, frozenset(numbers[: len(numbers) - (layout.num_stages == 1)]))
+    for name in layered.names.values() if compiles else ():  # inside of the gathers
+        setattr(layered.local.module, name, compile_runs(getattr(layered.local.module, name)))
     if gathers:
         weight_gatherer.wrap(stage, layered)
+    if awaits:
+        weight_gatherer.deferred.wrap(stage, layered)
     return layered.local
 
 
@@ -50,7 +69,7 @@ def offload_layers(layered: LayeredStage, host: HostStore, offloaded: Collection
     """Wrap these layers of a stage so that they offload saved activations; recomputed layers are wrapped already."""
     chain, numbers = _OffloadChain(), sorted(layered.names)
     children = {number: getattr(layered.local.module, layered.names[number]) for number in numbers}
-    not_offloaded = {n for n in layered.layer_numbers - set(offloaded) if not isinstance(children[n], RecomputedModule)}
+    not_offloaded = {n for n in layered.layer_numbers - set(offloaded) if not isinstance(children[n], RecomputedModule | CheapLayer)}
     next_number = dict(pairwise(numbers))  # empty in a stage that only forwards its inputs
     for number in numbers:
         wrapped = children[number]

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.lower.local import LocalStage
+from shardwise.run.residency.deferred_gathers import DeferredGathers, LayerId
 from shardwise.run.residency.layer_modules import LayeredStage, layers_reading
 from shardwise.run.state.parameters import Bucket, FlatGroup
 from shardwise.world import private
 from shardwise.world.memory import Accounts
 from shardwise.world.world import CollectiveWork, Group
-
-LayerId = tuple[int, int]  # stage, number of the layer
 
 
 @dataclass(eq=False)
@@ -46,6 +45,7 @@ class WeightGatherer:
 
     def __init__(self, groups: Sequence[FlatGroup], reduction_groups: Sequence[Group | None], memory: Accounts | None = None) -> None:
         self._memory = memory or Accounts()
+        self.deferred, self._is_training_capture = DeferredGathers(), True  # gathers of ZeRO-1 and 2
         self.buckets_by_layer: dict[LayerId, list[_GatheredBucket]] = {}
         self._by_name: dict[str, list[_GatheredBucket]] = {}  # buckets that contain a parameter, by its name
         self._order: dict[int, list[int]] = {}  # the gathering layers of each stage
@@ -65,6 +65,7 @@ class WeightGatherer:
         """Return a gatherer of the same weights for the layers of another capture. `names`: of parameters, by graph value."""
         other = WeightGatherer((), (), self._memory)
         other._by_name = self._by_name
+        other.deferred, other._is_training_capture = self.deferred, False
         for value, units in layers_reading(stages).items():
             for weights in self._by_name.get(names.get(value, ""), ()):
                 for unit in units:
@@ -81,7 +82,8 @@ class WeightGatherer:
             setattr(layered.local.module, layered.names[number], GatheredLayer(child, self, (stage, number)))
 
     def unshard(self, stage: int) -> None:
-        """Gather all weights of a stage until `reshard`."""
+        """Gather all weights of a stage until `reshard`; of ZeRO-1 and 2, whose gathers are under way, wait for what no layer waits for."""
+        self.deferred.begin_stage(stage, self._is_training_capture)
         for number in self._order.get(stage, ()):
             self._start_gather((stage, number), stage)
 
@@ -115,6 +117,7 @@ class WeightGatherer:
 
     def release_all(self) -> None:
         """Free all weights at the end of a step, after which shards change, including those that backward did not reach."""
+        self.deferred.wait()
         for unit, buckets in self.buckets_by_layer.items():
             for weights in buckets:
                 for user in list(weights.users):

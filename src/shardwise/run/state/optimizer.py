@@ -1,15 +1,15 @@
 """Optimizer step on one rank's parameters: a torch optimizer on flat buffers, gradient clipping by the global norm, ZeRO, offload.
 
 In: flat groups with reduced gradients. Out: updated parameters. The update rules are torch's own, fused if available; they are
-elementwise, so a flat tensor is updated exactly as its parameters would be one by one.
+elementwise, so a flat tensor is updated as its parameters would be one by one, to a unit in the last place of a tensor's last elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from math import inf, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from shardwise.errors import UsageError, did_you_mean
 from shardwise.run.state.optimizer_kinds import OptimizerTraits, check_options, measure_traits, optimizer_classes, option_names
-from shardwise.run.state.parameters import FlatGroup
+from shardwise.run.state.parameters import FlatGroup, UpdatedSegment, gather_order, host_buffer
 from shardwise.run.state.precision import LossScale
-from shardwise.world.world import Group
+from shardwise.world import private
+from shardwise.world.world import CollectiveWork, Group
 
 _EPS = 1e-8
 MIN_REPLICATED_BYTES = 64 << 10  # of state that is worth sharding over replicas in snapshots
@@ -142,15 +143,6 @@ def traits_of(spec: OptimizerSpec) -> OptimizerTraits:
     return measure_traits(spec.name, spec.build)
 
 
-@dataclass(frozen=True, slots=True)
-class _UpdatedSegment:
-    """A part of a flat tensor that is updated by itself; `name`: of its parameter, which some steps skip."""
-
-    start: int
-    name: str
-    tensor: Tensor
-
-
 class Optimizer:
     """Updates flat groups in place, in full or (ZeRO) this rank's shard of every bucket.
 
@@ -174,19 +166,23 @@ class Optimizer:
         self.spec, self._groups, self._reduction_groups, self._world = spec, list(groups), list(reduction_groups), world
         self.is_sharded = [uses_zero and over is not None and over.size > 1 for over in self._reduction_groups]
         self.offload, self._has_whole_replica = offload, has_whole_replica
+        self.defer_gather: Callable[[tuple[int, int], Group, CollectiveWork], bool] = lambda bucket, over, work: False
+        self._gather_order = [place for place in gather_order(self._groups) if self._is_gathered_after_update(place[0])]
+        self.clips_on_device = world.device.type != "cpu" and not offload  # the host reads no norm; gradients are scaled in every step
         # By group and shard: (parameter, gradient) on the device, and those that are updated (on the host with offload).
         self._on_device = [list(zip(*self._views(number), strict=True)) for number in range(len(self._groups))]
-        self._updated = [[(_host_buffer(p), _host_buffer(g)) if offload else (p, g) for p, g in pairs] for pairs in self._on_device]
+        self._updated = [[(host_buffer(p), host_buffer(g)) if offload else (p, g) for p, g in pairs] for pairs in self._on_device]
         for number, group in enumerate(self._groups):
             if group.main is not None:
-                ranges = zip(self.shard_ranges(number), self._on_device[number], strict=True)
+                group.main = host_buffer(group.main).copy_(group.main) if offload else group.main
+                ranges = zip(self.shard_ranges(number), self._updated[number], strict=True)
                 self._updated[number] = [(group.main.narrow(0, at, length), g) for (_, at, length), (_, g) in ranges]
         self._narrow_gradients = [any(p.dtype != g.dtype for p, g in pairs) for pairs in self._updated]
-        decays = [group.has_weight_decay for group in self._groups]
-        parameters = [(p, decay) for pairs, decay in zip(self._updated, decays, strict=True) for p, _ in pairs]
+        parameters = [(p, group.has_weight_decay) for pairs, group in zip(self._updated, self._groups, strict=True) for p, _ in pairs]
         # A placeholder parameter, so that ranks without parameters have the scalar state too.
         self._placeholder = [] if spec.is_standard else [torch.zeros(1)]
         self.inner = spec.build([*parameters, *((p, False) for p in self._placeholder)])
+        self._step_inner = private.optimizer_step(self.inner)
         # State is allocated from the start, so that a checkpoint can be loaded into it; zeros are the initial state of standard optimizers.
         # Others initialise it in their first step, after which it is copied into the allocated tensors.
         self._initial_state: dict[Tensor, dict[str, Any]] = {}
@@ -200,7 +196,7 @@ class Optimizer:
                 state |= {name: torch.zeros((), dtype=torch.float32, device=p.device) for name in spec.scalars}
             self.inner.state[p] = state
         self.counters |= {f"optimizer.{name}": self.inner.state[p][name] for p in self._placeholder for name in spec.scalars}
-        self._segments: dict[Tensor, list[_UpdatedSegment]] = {}
+        self._segments: dict[Tensor, list[UpdatedSegment]] = {}
         self._skips: dict[str, Tensor] = {}  # numbers of updates that left a parameter alone, by its name
         self._skippable_placeholders: dict[str, Tensor] = {}  # so that every rank has the scalar state of every such parameter
         self._skipped: frozenset[str] = frozenset()
@@ -219,17 +215,17 @@ class Optimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """Return all tensors of the optimizer other than the groups' own parameters and gradients."""
-        copies = [t for pairs in self._updated for pair in pairs for t in pair] if self.offload else []
+        copies = (t for pairs in self._updated for pair in pairs for t in pair if self.offload)
         return [*copies, *self._main_weights(), *self._inner_state(), *self.update_counts]
 
     def state_changed_by_update(self) -> list[Tensor]:
         """Return what only updates change: optimizer state, and parameters other than those that the model itself writes."""
         groups = [group.data for group in self._groups if not group.members[0].is_written_by_model]
-        copies = (t for pairs in self._updated for t, _ in pairs if self.offload)
-        return [*groups, *copies, *self._main_weights(), *self._inner_state()]
+        return [*groups, *(t for pairs in self._updated for t, _ in pairs if self.offload), *self._main_weights(), *self._inner_state()]
 
     def _main_weights(self) -> list[Tensor]:
-        return [p for group, pairs in zip(self._groups, self._updated, strict=True) if group.main is not None for p, _ in pairs]
+        """Return the main weights on the device."""
+        return [p for n, group in enumerate(self._groups) if group.main is not None and not self.offload for p, _ in self._updated[n]]
 
     def _inner_state(self) -> Iterator[Tensor]:
         return (t for state in self.inner.state.values() for t in state.values() if isinstance(t, Tensor))
@@ -276,9 +272,7 @@ class Optimizer:
         for state in self.inner.state.values():
             for name in self.spec.scalars:
                 state[name].copy_(self.counters[f"optimizer.{name}"])
-            if not self.spec.is_standard:
-                continue
-            if "step" in state:
+            if self.spec.is_standard and "step" in state:
                 state["step"].fill_(float(count))
 
     def shard_ranges(self, number: int) -> list[tuple[int, int, int]]:
@@ -294,9 +288,9 @@ class Optimizer:
 
     def load_parameters(self) -> None:
         """Copy parameters that were written from outside (initial values, a checkpoint) to the host copy, with offload."""
-        if self.offload:
-            for device_pairs, updated_pairs in zip(self._on_device, self._updated, strict=True):
-                for (source, _), (target, _) in zip(device_pairs, updated_pairs, strict=True):
+        for number, group in enumerate(self._groups):
+            if self.offload and group.main is None:
+                for (source, _), (target, _) in zip(self._on_device[number], self._updated[number], strict=True):
                     target.copy_(source)
 
     def skip_parameters(self, names: frozenset[str]) -> None:
@@ -314,7 +308,7 @@ class Optimizer:
 
     def _split(self, p: Tensor, bounds: Sequence[tuple[int, int, str]]) -> None:
         """Update a flat tensor in segments, each with a state of its own: views of the tensor's, and counts."""
-        before = self._segments.get(p) or [_UpdatedSegment(0, "", p)]
+        before = self._segments.get(p) or [UpdatedSegment(0, "", p)]
         if not any(name for _, _, name in bounds):
             return
         segments = []
@@ -331,7 +325,7 @@ class Optimizer:
                 }
             if source.tensor in self._initialized:
                 self._initialized.add(segment)
-            segments.append(_UpdatedSegment(start, name, segment))
+            segments.append(UpdatedSegment(start, name, segment))
         replaced = {id(one.tensor) for one in before}
         (entry, *_) = (entry for entry in self.inner.param_groups if id(entry["params"][0]) in replaced)
         others = [entry for entry in self.inner.param_groups if id(entry["params"][0]) not in replaced]
@@ -395,10 +389,11 @@ class Optimizer:
                 for one in self._segments.get(p, ()):
                     one.tensor.grad = None if one.name in self._skipped else g.narrow(0, one.start, one.tensor.numel())
 
-    def step(self, lr: float | None = None) -> float | None:
+    def step(self, lr: float | None = None) -> Tensor | None:
         """Clip, update, and (ZeRO-1 and 2) all-gather the parameters. Returns the global gradient norm if clipping is on.
 
-        If the loss is scaled and any rank's gradients are not finite, the update is skipped, and there is no norm.
+        The norm stays on its device: the host waits for the device only where it reads it. If the loss is scaled and any rank's gradients
+        are not finite, the update is skipped, and there is no norm.
         """
         for group in self._groups:
             group.allocate()  # also before the first step
@@ -428,15 +423,14 @@ class Optimizer:
         return norm
 
     def _update(self) -> None:
-        for p in self._placeholder:
-            p.grad = torch.zeros_like(p)
-        for name, p in self._skippable_placeholders.items():
+        for name, p in (*(("", p) for p in self._placeholder), *self._skippable_placeholders.items()):
             p.grad = None if name in self._skipped else torch.zeros_like(p)
         first = [p for p in self._initial_state if p.grad is not None and p not in self._initialized]
         allocated = {p: self.inner.state[p] for p in first}
         for p in first:
             self.inner.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._initial_state[p].items()}
-        self.inner.step()
+        with torch.no_grad():
+            self._step_inner()
         for p, state in allocated.items():
             for name, x in state.items():
                 x.copy_(self.inner.state[p][name])
@@ -446,35 +440,45 @@ class Optimizer:
             count += 1
 
     def _distribute_weights(self) -> None:
-        """Copy updated weights to the device (offload) and to fewer bits, and all-gather them over ranks (ZeRO-1 and 2)."""
-        works = []
+        """Copy updated weights to the device (offload) and to fewer bits, and all-gather them over ranks (ZeRO-1 and 2).
+
+        Gathers begin in the order in which a forward reads the weights, so that the next step's can overlap them.
+        """
         for number, group in enumerate(self._groups):
-            shard_group = self._reduction_groups[number]
             if self.offload or group.main is not None:
                 for (target, _), (source, _) in zip(self._on_device[number], self._updated[number], strict=True):
                     target.copy_(source)
-            if self.is_sharded[number] and shard_group is not None and not group.is_gathered:
-                for (piece, _), bucket in zip(self._on_device[number], group.buckets, strict=True):
-                    works.append(shard_group.all_gather_into(group.data[bucket.start : bucket.stop], piece, wait=False))
+        works = []
+        for number, k in self._gather_order:
+            over, bucket = self._reduction_groups[number], self._groups[number].buckets[k]
+            assert over is not None
+            # Through `.data`: what autograd saves of other buckets has not changed when this one arrives.
+            weights = self._groups[number].data.data[bucket.start : bucket.stop]
+            work = over.all_gather_into(weights, self._on_device[number][k][0], wait=False)
+            if not self.defer_gather((number, k), over, work):
+                works.append(work)
         for work in works:
             work.wait()
+
+    def _is_gathered_after_update(self, number: int) -> bool:
+        return self.is_sharded[number] and not self._groups[number].is_gathered
 
     def unscale(self) -> None:
         """Divide reduced gradients by the loss scale."""
         if self.scale is not None:
             self.scale.unscale([g for pairs in self._on_device for _, g in pairs])
 
-    def _overflowed(self, norm: float | None) -> bool:
+    def _overflowed(self, norm: Tensor | None) -> bool:
         """Return whether any rank has gradients that are not finite, by `norm` if there is one; also updates the loss scale."""
         assert self.scale is not None
         if norm is None:
             self._world.all_reduce(self.scale.overflowed, op="max")
-            norm = inf if self.scale.overflowed else 0.0
-        self.scale.update(not isfinite(norm))
-        return not isfinite(norm)
+        overflowed = bool(self.scale.overflowed) if norm is None else not isfinite(norm.item())
+        self.scale.update(overflowed)
+        return overflowed
 
-    def norm(self) -> float:
-        """Return the global gradient norm of the whole model, each element counted once; `item` of the result of a sum over ranks."""
+    def norm(self) -> Tensor:
+        """Return the global gradient norm of the whole model, each element counted once, on the device."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for number, group in enumerate(self._groups):
             # A shard is counted by its owner; a replicated gradient is counted by the first rank.
@@ -482,18 +486,14 @@ class Optimizer:
                 for _, g in self._updated[number]:
                     total += (torch.linalg.vector_norm(g).double() ** 2).to(total.device)
         self._world.all_reduce(total)
-        return total.sqrt().item()
+        return total.sqrt()
 
-    def _clip(self) -> float:
+    def _clip(self) -> Tensor:
         norm = self.norm()
-        scale = self.spec.clip / (norm + 1e-6)
-        if not scale >= 1.0:  # NaN makes all gradients NaN, as torch's clipping does
+        ratio = (self.spec.clip / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and makes all gradients NaN, as torch's clipping does
+        scale = ratio if self.clips_on_device else ratio.item()
+        if self.clips_on_device or not scale >= 1.0:
             for pairs in self._updated:
                 for _, g in pairs:
                     g.mul_(scale)
         return norm
-
-
-def _host_buffer(x: Tensor) -> Tensor:
-    """Allocate a host buffer like a tensor."""
-    return torch.zeros(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")

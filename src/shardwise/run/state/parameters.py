@@ -91,7 +91,8 @@ class Bucket:
         """Allocate the gradient buffer if it is freed."""
         if self.grad is not None and not (storage := self.grad.untyped_storage()).nbytes():
             storage.resize_(self.grad.nbytes)
-            self.grad[self.num_elements :].zero_()
+            if self.num_elements < len(self.grad):
+                self.grad[self.num_elements :].zero_()
 
     def free(self) -> None:
         """Free the memory of the gradient buffer."""
@@ -106,7 +107,8 @@ class FlatGroup:
     `shard_index`: this rank among the `num_shards` of each bucket, -1 if others have them all (`reduce/servers`).
     `is_scattered`: `grad` is this rank's shards only, and there are no views; `is_gathered`: so is `data`. `grad` is empty if buckets have
     gradient buffers of their own. `main`: where `data` has fewer bits than the optimizer updates, this rank's shards of all buckets,
-    concatenated, with all bits.
+    concatenated, with all bits. `shard_ranks`: the ranks that have the other shards, this one among them; `replica_ranks`: those of
+    `sum_ranks` that have the same shards, which is this rank alone unless state is sharded inside groups of replicas.
     """
 
     sum_ranks: tuple[int, ...]
@@ -124,6 +126,8 @@ class FlatGroup:
     is_scattered: bool = False
     is_gathered: bool = False
     main: Tensor | None = None
+    shard_ranks: tuple[int, ...] = ()
+    replica_ranks: tuple[int, ...] = ()
     step_buffers: list[Tensor] = field(default_factory=list)  # gradients of concurrent steps (staleness); `grad` is one of them
 
     def hold_weights(self, dtype: torch.dtype, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -226,6 +230,20 @@ class FlatGroup:
                 self.data[at : at + last - first].copy_(flat[first:last])
 
 
+@dataclass(frozen=True, slots=True)
+class UpdatedSegment:
+    """A part of a flat tensor that is updated by itself; `name`: of its parameter, which some steps skip."""
+
+    start: int
+    name: str
+    tensor: Tensor
+
+
+def host_buffer(x: Tensor) -> Tensor:
+    """Allocate a host buffer like a tensor."""
+    return torch.zeros(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda")
+
+
 def build_groups(
     parameters: Sequence[LocalParameter],
     device: torch.device,
@@ -233,11 +251,13 @@ def build_groups(
     rank: int = 0,
     bucket_bytes: int = 0,
     servers: Sequence[int] = (),
+    zero_groups: int = 1,
 ) -> tuple[list[FlatGroup], dict[str, torch.nn.Parameter]]:
     """Allocate flat groups; returns them and the parameters (views of them) by name.
 
     With `zero` every bucket is padded so that the ranks that reduce it get equal shards; `rank` is this one.
-    `servers`: parameter servers, which get equal shards of every bucket instead.
+    `servers`: parameter servers, which get equal shards of every bucket instead. `zero_groups`: equal groups of the ranks that reduce a
+    bucket, each of which shards it.
     `bucket_bytes`: size of a gradient bucket, 0 for `BUCKET_BYTES`; the first bucket has 1 MiB, so that its reduction starts early.
     """
     keyed: dict[tuple[object, ...], list[LocalParameter]] = {}
@@ -249,7 +269,8 @@ def build_groups(
     by_name: dict[str, torch.nn.Parameter] = {}
     for members in keyed.values():
         first = members[0]
-        shards = len(servers) if servers else len(first.sum_ranks) if zero else 1
+        sharing, replicas = split_into_groups(first.sum_ranks, zero_groups if zero else 1, rank)
+        shards = len(servers) if servers else len(sharing) if zero else 1
         is_sharded = zero > 0 and shards > 1 and not (first.is_on_several_stages or first.is_written_by_model)
         scattered, gathered = is_sharded and zero >= 2, is_sharded and zero == 3
         if scattered:
@@ -261,11 +282,11 @@ def build_groups(
         size = buckets[-1].stop
         data = torch.zeros(size // shards if gathered else size, dtype=first.dtype, device=device)
         grad = torch.zeros(size // shards if scattered else size, dtype=first.gradient_dtype or first.dtype, device=device)
-        shard_ranks = tuple(servers) or first.sum_ranks
+        shard_ranks = tuple(servers) or sharing
         index = 0 if shards == 1 and not servers else shard_ranks.index(rank) if rank in shard_ranks else -1
         group = FlatGroup(
-            first.sum_ranks, first.is_counted, first.is_shard_counted, first.has_weight_decay, data, grad, tuple(members), tuple(starts),
-            buckets, {}, index, shards, scattered, gathered,
+            first.sum_ranks, first.is_counted, first.is_shard_counted and replicas.index(rank) == 0, first.has_weight_decay, data, grad,
+            tuple(members), tuple(starts), buckets, {}, index, shards, scattered, gathered, None, sharing, replicas,
         )  # fmt: skip
         if not scattered:
             group.use_gradient_buffer(grad)
@@ -280,6 +301,34 @@ def build_groups(
         if not p.is_trainable:
             by_name[p.name] = torch.nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device), requires_grad=False)
     return groups, by_name
+
+
+def split_into_groups(ranks: tuple[int, ...], num_groups: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (the ranks of a rank's group, those at its place in every group) of `num_groups` equal groups of adjacent `ranks`; one group
+    where they do not divide, or would have one rank each.
+
+    >>> split_into_groups((0, 2, 4, 6), 2, 4)
+    ((4, 6), (0, 4))
+    """
+    size = len(ranks) // num_groups
+    if rank not in ranks or len(ranks) % num_groups or size == 1:
+        return ranks, (rank,)
+    place = ranks.index(rank)
+    return ranks[place - place % size :][:size], ranks[place % size :: size]
+
+
+def shard_groups_of(world: World, groups: Sequence[FlatGroup]) -> tuple[list[Group | None], list[Group | None]]:
+    """Return the ranks among which each flat group is summed and sharded, and those with the same shards, which are summed after; None for
+    this rank alone."""
+    inside, beyond = ([group.shard_ranks for group in groups], [group.replica_ranks for group in groups])
+    return tuple([world.group(ranks) if len(ranks) > 1 else None for ranks in each] for each in (inside, beyond))  # type: ignore[return-value]
+
+
+def gather_order(groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
+    """Return (group, bucket) of every bucket in the order in which a forward reads its weights: backward's, reversed."""
+    ready = {member.name: member.gradient_order for group in groups for member in group.members}
+    places = [(g, k) for g, group in enumerate(groups) for k in range(len(group.buckets))]
+    return sorted(places, key=lambda place: -max(ready[name] for name in groups[place[0]].buckets[place[1]].names))
 
 
 def _place_in_buckets(members: Sequence[LocalParameter], shards: int, by_layer: bool, bucket_bytes: int) -> tuple[list[int], list[Bucket]]:
@@ -316,13 +365,18 @@ def share_gradient_memory(
         over, group = reduction_groups[number], groups[number]
         assert over is not None
         over.connect()  # determines whether it has shared memory
-        if not group.is_scattered and (over if over.hierarchical is None else over.hierarchical.host_group).shares_memory:
+        if not group.is_scattered and shares_memory(over):
             group.step_buffers = [over.shared_buffer(group.grad.numel(), group.grad.dtype) for _ in range(num_step_buffers)]
             group.use_gradient_buffer(group.step_buffers[0])
     for group in groups:
         if not (group.step_buffers or group.is_scattered or keeps_gradients or num_step_buffers > 1):
             group.allocate_per_bucket()
         group.step_buffers = group.step_buffers or [group.grad, *(torch.zeros_like(group.grad) for _ in range(num_step_buffers - 1))]
+
+
+def shares_memory(over: Group) -> bool:
+    """Return whether the ranks of a group, or those of its hosts, reduce gradients in memory that they share."""
+    return (over if over.hierarchical is None else over.hierarchical.host_group).shares_memory
 
 
 def install_tensors(model: nn.Module, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
@@ -341,8 +395,11 @@ def install_tensors(model: nn.Module, parameters: Mapping[str, nn.Parameter], bu
 def choose_all_reduce(plan: Plan, world: World, groups: Sequence[FlatGroup]) -> None:
     """Set the all-reduce algorithms of the gradients' groups; call on all ranks, before the groups connect."""
     choices, compresses = plan.all_reduce, plan.layout.compress != "none"
-    for ranks in sorted({group.sum_ranks for group in groups if len(group.sum_ranks) > 1}):
+    scatters = plan.layout.zero > 0
+    for ranks in sorted({group.shard_ranks for group in groups if len(group.shard_ranks) > 1}):
         over = world.group(ranks)
         over.use_dispatcher(
-            CollectiveDispatcher(over, choices, build, levels=compresses) if compresses or choices.names != (NATIVE,) else None
+            CollectiveDispatcher(over, choices, build, compresses, scatters)
+            if compresses or scatters or choices.names != (NATIVE,)
+            else None
         )

@@ -48,10 +48,10 @@ def set_matmul_precision(precision: str, device: torch.device) -> None:
 
 
 class LossScale:
-    """Dynamic loss scale; 1 if the precision is not scaled."""
+    """Dynamic loss scale; 1 if the precision is not scaled, unless `scales_always`."""
 
-    def __init__(self, device: torch.device, precision: str, initial: float = INITIAL_SCALE) -> None:
-        self.is_scaled = PRECISIONS[precision].scales_loss
+    def __init__(self, device: torch.device, precision: str, initial: float = INITIAL_SCALE, scales_always: bool = False) -> None:
+        self.is_scaled = PRECISIONS[precision].scales_loss or scales_always
         self._found_inf = torch.zeros((), device=device)
         self._initial, self._factor = initial, torch.tensor(initial)
         self._steps, self._skipped, self._saved_step = (torch.zeros((), dtype=torch.int64) for _ in range(3))

@@ -189,7 +189,7 @@ def forward_runner(executor: Executor, action: Compute, step: int) -> ActionRunn
     outputs = [(slot(Value("x", (s, q, m))), [position[c.value] for c in executor.crossings[s, q]]) for q in program.successors[s]]
     saved = slot(Value("saved", (s, m)))
     has_loss, weight = bool(runner.local.results), executor.by_microbatch[m].loss_weight
-    forward = choose_forward(executor, action)
+    forward, is_last = choose_forward(executor, action), step == executor.last_forward_step
 
     def run(running: StepState) -> None:
         running.release_sent()
@@ -204,6 +204,9 @@ def forward_runner(executor: Executor, action: Compute, step: int) -> ActionRunn
             running.result.weights.append(weight)
         if running.is_training:
             slots[saved] = state
+        if is_last and (after_forwards := executor.after_forwards) is not None:
+            executor.after_forwards = None
+            after_forwards(running.result)
 
     return run
 
@@ -320,11 +323,16 @@ class StepResult:
     `grad_norm` belongs to the update that this step applied: with staleness=K of the step K before it, and None before there is one.
     """
 
-    grad_norm: float | None
+    norm: Tensor | float | None = field(repr=False)
     step_time_s: float
     total: Tensor = field(repr=False)
     reduction: CollectiveWork = field(repr=False)
     loss_scale: float | None = None  # of the next step, in float16
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm before clipping; reading it waits for the device."""
+        return self.norm.item() if isinstance(self.norm, Tensor) else self.norm
 
     @property
     def loss(self) -> float:

@@ -99,6 +99,8 @@ class Executor:
         unhandled = next((a for a in actions if action_kind(a) not in HANDLERS), None)
         if unhandled is not None:
             raise ProgramError(f"{program.name}: rank {self.rank} has {unhandled}, which cannot be run; these can: {', '.join(HANDLERS)}")
+        self.last_forward_step = max((i for i, a in enumerate(actions) if isinstance(a, Compute) and a.op is ComputeOp.F), default=-1)
+        self.after_forwards: Callable[[RunResult], None] | None = None  # called once, when all losses of the next run are known
         self.completed_parameters = self._completed_parameters(actions, resources.trainable_by_stage)
         self._train_actions = self._prepare(list(enumerate(actions)))
         threads, self.threads_by_step = torch.get_num_threads(), threads_by_step or {}
@@ -172,6 +174,8 @@ class Executor:
         """
         if not is_training and self._forward_actions is None:
             self._forward_actions = self._prepare([(i, a) for i, a in enumerate(self.program.actions[self.rank]) if _is_forward(a)])
+        if not is_training:
+            self.gathered.deferred.wait()  # no action of these does
         steps = self._train_actions if is_training else self._forward_actions
         assert steps is not None
         self.host.set_inputs(x for tensors in inputs for x in tensors.values())

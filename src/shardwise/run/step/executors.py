@@ -14,20 +14,24 @@ import torch
 from torch import nn
 
 from shardwise.errors import UsageError
+from shardwise.lower.column_linears import fuse_column_linears, keeps_pieces
 from shardwise.lower.split_backward import delay_weight_gradients
 from shardwise.model.gradients import undifferentiable_inputs, values_needing_gradient
 from shardwise.model.graph import Graph
 from shardwise.model.stages.stages import Stage
 from shardwise.model.work import operator_work, stage_work
+from shardwise.plan.compatibility import EACH
+from shardwise.plan.ir.compression import Compression
+from shardwise.plan.ir.grid import GRID_AXES, TENSOR
 from shardwise.plan.ir.lending import concurrent_ranks, threads_per_rank
 from shardwise.plan.ir.placement import across_stages
-from shardwise.plan.ir.program import Compute, ComputeOp, Manage, Program
+from shardwise.plan.ir.program import Compute, ComputeOp, Manage, ManageOp, Program
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
-from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.gradients.gradient_reducer import AT_END, BY_PROGRAM, GradientReducer
 from shardwise.run.parts.lru_cache import MAX_MICROBATCH_SIZES, LRUCache
 from shardwise.run.parts.microbatch_variants import MicrobatchVariant
-from shardwise.run.parts.rank_model import RankModel, program_of
+from shardwise.run.parts.rank_model import RankModel, defers_gathers, program_of, reduces_by_program
 from shardwise.run.residency.host_store import HostStore
 from shardwise.run.residency.prepare_stage import prepare_stage
 from shardwise.run.residency.weight_gatherer import WeightGatherer
@@ -36,6 +40,7 @@ from shardwise.run.step.executor import Executor, MicrobatchRunners, RankResourc
 from shardwise.run.step.stage_resharding import StageResharding, pipeline_group_of
 from shardwise.run.step.stage_runner import StageRunner, StageRunnerOptions
 from shardwise.run.step.transfers import Crossing, Crossings, rank_pairs_of
+from shardwise.world.fused_products import agree_on_fused_products
 from shardwise.world.memory import Accounts
 from shardwise.world.world import Group, World
 
@@ -127,31 +132,38 @@ class ExecutorCache:
         return size / samples if not size or not self.rank_model.microbatch_variant(size, samples).loss_graph.is_summable else 1.0
 
     def _build_runners(self, sized: MicrobatchVariant) -> tuple[dict[int, StageRunner], Crossings]:
-        parts, graph, compile, layout = self.rank_model, sized.graph, self.compile, self.plan.layout
+        parts, graph, compile = self.rank_model, sized.graph, self.compile
+        layout = self.plan.layout if compile else replace(self.plan.layout, compile="off")
         variables = {**parts.variables, **{v: x for v, x in sized.constants.items() if v in parts.variables}}
         grads = values_needing_gradient(graph) - {v.value for v in graph.inputs}
-        dtypes = {value: getattr(torch, t.dtype) for value, t in graph.tensors.items()}
+        sends = [value for stage in parts.stages for _, values in stage.sends for value in values]
+        lowering = replace(parts.lowering, graph=graph, sharding=sized.sharding) if parts.lowering is not None and sends else None
+        dtypes = {value: lowering.dtype(value) for value in sends} if lowering is not None else {}
         splits = self.runs_backward and any(isinstance(a, Compute) and a.op is ComputeOp.W for row in parts.program.actions for a in row)
         if splits and compile:
             name = parts.program.name
             raise UsageError(f"compile=on with {name}, which splits backward, is not supported; use compile=off or schedule=1f1b")
         if not self.runs_backward:  # nothing is saved for backward, so nothing is recomputed or offloaded
             layout = replace(layout, recompute="none", segment=1, offload="none")
-        computing = StageRunnerOptions(self.world.device, self.memory, autocast_dtype_of(layout.precision), compile, self.loss_scale)
+        computing = StageRunnerOptions(self.world.device, self.memory, autocast_dtype_of(layout.precision), self.loss_scale)
         non_differentiable = undifferentiable_inputs(graph) | sized.loss_graph.microbatch_constants
         trainable, runners = self._trainable_by_stage(), {}
         for number, local in sized.lowered.items():
             delayed = None
             if splits:
                 local, delayed = delay_weight_gradients(local, trainable[number], self._saves_in_place())
-            local = prepare_stage(local, number, layout, parts.draw, self.gathered, self.host, self.memory)
+            elif keeps_pieces(self.world.device):
+                local = fuse_column_linears(local)
+            awaits = self.runs_backward and not (splits or compile)
+            local = prepare_stage(local, number, layout, parts.draw, self.gathered, self.host, self.memory, awaits)
             runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, non_differentiable, delayed)
         return runners, self._crossings(sized, grads, dtypes)
 
     def _saves_in_place(self) -> bool:
         """Return whether saved tensors stay in place until backward: no recompute, offload or gathered weights."""
         layout = self.plan.layout
-        managed = any(isinstance(a, Manage) for row in self.rank_model.program.actions for a in row)
+        actions = (a for row in self.rank_model.program.actions for a in row if isinstance(a, Manage))
+        managed = any(a.op not in (ManageOp.UNSHARD, ManageOp.REDUCE_GRAD) for a in actions)  # these alone move nothing that is saved
         return layout.recompute == "none" and layout.offload == "none" and layout.zero < 3 and not managed
 
     def _crossings(self, sized: MicrobatchVariant, grads: set[str], dtypes: Mapping[str, torch.dtype]) -> Crossings:
@@ -166,7 +178,50 @@ class ExecutorCache:
         return {(stage.index, q): [crossing_of(v) for v in values] for stage in self.rank_model.stages for q, values in stage.sends}
 
 
-__all__ = ["lent_threads"]
+def agree_on_tensor_products(layout: Layout, world: World, rank_model: RankModel) -> str | None:
+    """Return why products run beside plain collectives of tensor ranks ("": fused with them, over symmetric memory), equal on all ranks.
+
+    None: no product of the layout reads what tensor ranks gathered. Groups are connected. Ranks agree in every case, whatever each one's
+    device is.
+    """
+    if layout.sequence_parallel == "off" or rank_model.lowering is None:
+        return None
+    named = rank_model.lowering.groups.items()
+    return agree_on_fused_products(world, [group for axis, group in sorted(named) if axis in (TENSOR, *GRID_AXES) and group.size > 1])
+
+
+def describe_tensor_collectives(device: torch.device, reason: str | None) -> str:
+    """Return how products and tensor collectives run, by what ranks agreed on; "" on processors, and where there are none."""
+    if device.type != "cuda" or reason is None:
+        return ""
+    return "tensor collectives: " + (f"beside products ({reason})" if reason else "fused with products")
+
+
+def build_gradient_reducer(
+    layout: Layout, rank_model: RankModel, sums: Sequence[Group | None], beyond: Sequence[Group | None], memory: Accounts
+) -> GradientReducer:
+    """Return what reduces this rank's gradients. `sums`: the group of each flat group; `beyond`: of ranks with the same shards."""
+    if layout.branch > 1:
+        scatters = AT_END
+    elif reduces_by_program(layout, rank_model.program):
+        scatters = BY_PROGRAM
+    else:
+        scatters = layout.scatter if layout.scatters_last else EACH
+    compression = Compression.parse(layout.compress)
+    return GradientReducer(rank_model.groups, rank_model.parameters, sums, layout.zero > 0, scatters, compression, memory, beyond)
+
+
+def build_weight_gatherer(
+    rank_model: RankModel, plan: Plan, world: World, reduction_groups: Sequence[Group | None], memory: Accounts
+) -> WeightGatherer:
+    """Return what gathers this rank's sharded weights, with gathers deferred to the next forward where they can be."""
+    gatherer = WeightGatherer(rank_model.groups, reduction_groups, memory)
+    if defers_gathers(plan, world):
+        gatherer.deferred.enable(rank_model.groups, rank_model.lowered, {v.value: v.name for v in rank_model.graph.parameters})
+    return gatherer
+
+
+__all__ = ["build_weight_gatherer", "lent_threads"]
 
 
 def lent_threads(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 from shardwise.errors import RunError
 
@@ -34,50 +33,54 @@ class WholeSteps:
             )
 
     def mark_whole(self) -> None:
-        """Forget interruptions, since the whole state was loaded."""
+        """Mark the state as that of whole steps: an update has ended, or a checkpoint was loaded."""
         self._half_of = ""
 
-    @contextmanager
-    def guard_computation(self) -> Iterator[None]:
-        """Context of forward and backward."""
-        self.check()
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            if self._is_shared:
-                self._half_of = "forward or backward"
-            raise
+    def mark_half(self, error: BaseException) -> None:
+        """Mark forward or backward as interrupted by `error`, where other ranks or buffers may have gone on."""
+        if self._is_shared and not isinstance(error, Exception):
+            self._half_of = "forward or backward"
 
-    @contextmanager
-    def guard_update(self) -> Iterator[None]:
+    def guard_update(self) -> _UpdateGuard:
         """Context of an update."""
+        return _UpdateGuard(self)
+
+    def begin_update(self) -> None:
+        """Mark an update as begun, until `mark_whole`."""
         self.check()
         self._half_of = "an update"
-        with deferred_signals():
-            yield
-            self._half_of = ""
 
 
-@contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Context in which SIGINT and SIGTERM wait, if their handlers are Python's."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
+class _UpdateGuard:
+    """Context of an update, in which SIGINT and SIGTERM wait, if their handlers are Python's. Generators take three times as long."""
 
-    def record_signal(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+    __slots__ = ("_came", "_handlers", "_steps")
 
-    handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
-    try:
-        for number in handlers:
-            signal.signal(number, record_signal)
-        yield
-    finally:
-        for number, handler in handlers.items():
+    def __init__(self, steps: WholeSteps) -> None:
+        self._steps, self._handlers = steps, dict[int, Any]()
+        self._came: list[int] = []
+
+    def __enter__(self) -> None:
+        self._steps.begin_update()
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
+            try:
+                for number in self._handlers:
+                    signal.signal(number, self._record_signal)
+            except BaseException:  # of a handler that was still in place
+                self._restore_handlers()
+                raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is None:
+            self._steps.mark_whole()
+        self._restore_handlers()
+        if self._came:
+            signal.raise_signal(self._came[0])
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
+
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
+        self._came.append(number)

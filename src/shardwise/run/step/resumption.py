@@ -62,6 +62,8 @@ def why_not_resumable(layout: Layout, rank_model: RankModel) -> str:
     if written := written_buffers(rank_model.graph):
         names = sorted(v.name for v in rank_model.graph.buffers if v.value in written)
         return f"forward writes {', '.join(names)}, which later microbatches read"
+    if layout.scatters_last:
+        return "gradients are whole until the last microbatch (scatter=last, or branches)"
     if layout.staleness or layout.servers:
         return "updates are asynchronous, or made by parameter servers"
     return ""

@@ -10,14 +10,12 @@ microseconds each way, so small tensors are referenced directly instead.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.passes.split_module import split_module
+from torch import Tensor
 
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage
@@ -25,7 +23,6 @@ from shardwise.lower.split_backward import DelayedWeightGradients, WeightGradien
 from shardwise.run.residency.host_store import OffloadedActivations
 from shardwise.run.state.precision import LossScale
 from shardwise.world.memory import Accounts
-from shardwise.world.private import is_operator
 
 SMALL_BYTES = 64 << 10  # received or sent per microbatch; the stage's compute then takes less than a millisecond
 
@@ -58,6 +55,11 @@ class _StageOutput(torch.autograd.Function):
         gradients = (None, *ctx.gradients)
         ctx.gradients.clear()
         return gradients
+
+
+def _widen_sent(x: Tensor, dtype: torch.dtype) -> Tensor:
+    assert dtype.itemsize > x.dtype.itemsize, f"{x.dtype} would be sent as {dtype}, which loses bits"
+    return x.to(dtype)
 
 
 def _are_small(tensors: Sequence[Tensor]) -> bool:
@@ -95,7 +97,6 @@ class StageRunnerOptions:
     device: torch.device
     memory: Accounts
     autocast: torch.dtype | None
-    compile: bool
     scale: LossScale
 
 
@@ -124,7 +125,7 @@ class StageRunner:
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
         self._inputs = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
         self._autocast, self._device, self._scale = options.autocast, options.device, options.scale
-        self.module: Callable[..., Any] = compile_runs(local) if options.compile else local.module
+        self.module: Callable[..., Any] = local.module
 
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], wants_input_gradients: bool = False) -> SavedActivations:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
@@ -154,7 +155,7 @@ class StageRunner:
                 out = self.module(*args)
         self.memory.set_part("buffers")
         num_sent = len(self._dtypes)
-        saved.sent = [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
+        saved.sent = [x if x.dtype is dtype else _widen_sent(x, dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
         saved.results = list(out[num_sent:])
         saved.sent_with_gradient = [i for i, x in enumerate(saved.sent) if x.requires_grad]
         if saved.sent_with_gradient:
@@ -207,44 +208,3 @@ class StageRunner:
         """Return the gradients of the batch's floating-point tensors after backward, if forward was called with them on."""
         by_value = {v: torch.zeros_like(x) if x.grad is None else x.grad for v, x in saved.inputs.items() if x.is_floating_point()}
         return {v: x / self._scale.factor for v, x in by_value.items()} if self._scale.is_scaled else by_value
-
-
-MIN_OPERATORS = 2  # operators in a run that is worth compiling
-
-
-def compile_runs(local: LocalStage) -> nn.Module:
-    """Return the stage's module with compiled runs.
-
-    >>> graph = fx.symbolic_trace(lambda x: torch.ops.aten.relu.default(torch.ops.aten.exp.default(x)))
-    >>> stage = LocalStage(graph, ("x",), (), (), ("y",), {})
-    >>> [type(one).__name__ for one in compile_runs(stage).children()]
-    ['OptimizedModule']
-    """
-    module = local.module
-    assert isinstance(module, fx.GraphModule)
-    runs = _number_runs(module.graph)
-    split = split_module(module, module, lambda node: runs[node], keep_original_order=True)
-    for name, run in list(split.named_children()):
-        if (
-            isinstance(run, fx.GraphModule)
-            and sum(_is_torch_operator(n) and n.target is not operator.getitem for n in run.graph.nodes) >= MIN_OPERATORS
-        ):
-            setattr(split, name, torch.compile(run, fullgraph=True, dynamic=False))
-    return split
-
-
-def _is_torch_operator(node: fx.Node) -> bool:
-    return node.op == "call_function" and (is_operator(node.target) or node.target is operator.getitem)
-
-
-def _number_runs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of each node's run: consecutive nodes that are all torch operators, or all custom."""
-    runs: dict[fx.Node, int] = {}
-    run, is_torch = 0, None
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if node.target is not operator.getitem and _is_torch_operator(node) != is_torch:
-            run, is_torch = run + 1, _is_torch_operator(node)
-        runs[node] = run
-    return runs

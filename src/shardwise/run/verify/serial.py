@@ -27,7 +27,7 @@ from shardwise.lower.kernels.sample_positions import MicrobatchSamples
 from shardwise.lower.kernels.scaled import scaled_linear, supports_scaled_product
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.plan.ir.placement import even_shard_ranges
-from shardwise.plan.ir.precision import PRECISIONS
+from shardwise.plan.ir.precision import PRECISIONS, Precision
 from shardwise.plan.plan import Plan
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.run.state.precision import autocast_dtype_of
@@ -51,7 +51,7 @@ class SerialTraits:
     batch without a sample dimension, though as long. `num_draws`: random draws of a call of the model; `sample_folds`: where samples are in
     each. `microbatch_sizes`: their losses are weighted by samples; empty: the whole batch is computed at once. `num_replicas`: shards of
     a microbatch with batch norm statistics of their own. `narrow_parameters`: names of parameters that are held in 16 bits, of which the
-    optimizer updates main weights.
+    optimizer updates main weights. `is_float64`: whether it is in float64 as written; None: as its parameters say.
     """
 
     fills_missing_gradients: bool = False
@@ -62,6 +62,7 @@ class SerialTraits:
     microbatch_sizes: tuple[int, ...] = ()
     num_replicas: int = 1
     narrow_parameters: frozenset[str] = frozenset()
+    is_float64: bool | None = None
 
 
 class _LocalBatchNorm(TorchFunctionMode):
@@ -81,21 +82,20 @@ class _LocalBatchNorm(TorchFunctionMode):
 
 
 class _EightBitLinears(TorchFunctionMode):
-    """Round the operands of linear layers to 8 bits within a block, as `kernels/scaled` does, if `enabled`."""
+    """Round the operands of linear layers to 8 bits within a block, as `kernels/scaled` does, if a precision says so."""
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, precision: Precision) -> None:
         super().__init__()
-        self._enabled = enabled
+        self._enabled, self._scales_tensors = bool(precision.linear_dtype), precision.scales_tensors
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not functional.linear or not self._enabled:
             return func(*args, **dict(kwargs or {}))
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs or {})
-        return _eight_bit_linear(named["input"], named["weight"], named.get("bias"))
-
-
-def _eight_bit_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return scaled_linear((), (), input, weight, bias) if supports_scaled_product(weight.shape) else functional.linear(input, weight, bias)
+        x, weight, bias = named["input"], named["weight"], named.get("bias")
+        if not supports_scaled_product(weight.shape):
+            return functional.linear(x, weight, bias)
+        return scaled_linear((), (), x, weight, bias, scales_tensors=self._scales_tensors)
 
 
 class SerialRun:
@@ -126,7 +126,7 @@ class SerialRun:
         self.model: nn.Module = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
         set_modes(self.model, training_modes(self.model))
         self._in_float64 = plan.layout.precision == "float64"
-        self._is_double = is_float64(self.model)
+        self._is_double = is_float64(self.model) if traits.is_float64 is None else traits.is_float64
         if self._in_float64:
             self.model = cast_to_float64(self.model)
         self.model = self.model.to(device)
@@ -139,10 +139,7 @@ class SerialRun:
         self._clip, self._slots = spec.clip, spec.slots
         # torch's own loss scaling, one factor for all microbatches of a step; disabled in other precisions.
         self._scaler = torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, enabled=PRECISIONS[plan.layout.precision].scales_loss)
-        self._autocast_dtype, self._has_eight_bit_linears = (
-            autocast_dtype_of(plan.layout.precision),
-            bool(PRECISIONS[plan.layout.precision].linear_dtype),
-        )
+        self._autocast_dtype, self._precision = autocast_dtype_of(plan.layout.precision), PRECISIONS[plan.layout.precision]
         if self._buffers_carry_inputs():
             self._non_differentiable_inputs = frozenset(self._batch)
         self._pending: list[list[Tensor | None]] = []  # gradients of steps whose update is not due yet, the oldest first
@@ -200,9 +197,8 @@ class SerialRun:
             self._cast_main_weights()
         parameters = {name: self._main.get(p, p) for name, p in self.model.named_parameters()}
         weights = {name: x.detach() for name, x in (*parameters.items(), *self.model.named_buffers())}
-        total_loss = torch.tensor(total, dtype=torch.float64)
         optimizer_state = self._optimizer_state()
-        return {"loss": {"": total_loss}, "gradients": values, "input_gradients": inputs, "weights": weights, "optimizer": optimizer_state}
+        return {"loss": {"": total}, "gradients": values, "input_gradients": inputs, "weights": weights, "optimizer": optimizer_state}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer state of every updated parameter, by "name slot"."""
@@ -219,14 +215,14 @@ class SerialRun:
         for p, main in self._main.items():
             p.copy_(main)
 
-    def _forward_backward(self) -> tuple[float, dict[str, Tensor]]:
+    def _forward_backward(self) -> tuple[Tensor, dict[str, Tensor]]:
         samples, start = batch_size_of(self._nesting), 0
         self.model.zero_grad(set_to_none=True)  # pending updates keep their tensors
         leaves_now = {
             path: x.detach().requires_grad_(x.is_floating_point() and path not in self._non_differentiable_inputs)
             for path, x in self._batch.items()
         }
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for length in self._microbatch_sizes:
             samples_in = {p for p, x in leaves_now.items() if x.dim() and x.shape[0] == samples and p not in self._unbatched_inputs}
             cut = {p: x.narrow(0, start, length) if p in samples_in else x for p, x in leaves_now.items()}
@@ -236,14 +232,14 @@ class SerialRun:
             with (
                 self._random if self._num_draws else nullcontext(),
                 _LocalBatchNorm(self._num_replicas),
-                _EightBitLinears(self._has_eight_bit_linears),
+                _EightBitLinears(self._precision),
             ):
                 with narrow:
                     value = call_with_loss(self.model, replace_leaves(self._nesting, all_leaves), self._loss) * (length / samples)
                 if value.requires_grad:
                     torch.autograd.backward(self._scaler.scale(value))
             self.drew_differently |= not self._random.drew_exactly(self._num_draws)
-            total += float(value.detach())
+            total = total + value.detach().double().cpu().reshape(())
             start += length
         inputs = {path: x.grad for path, x in leaves_now.items() if x.grad is not None}
         return total, {path: x / self._scaler.get_scale() for path, x in inputs.items()} if self._scaler.is_enabled() else inputs

@@ -1,7 +1,8 @@
 """Buddy copies: shards of the state that only one host has are copied into the memory of the next host, against the failure of a host.
 
 Hosts form a ring, and each rank sends its unique shards to a rank of the next host, overlapped with the following step, so rarely that it
-would cost at most `MAX_TIME_SHARE` of the time even without overlap. A round ends on a rank once it has ended on all:
+would cost at most `MAX_TIME_SHARE` of the time even without overlap (`run.recovery.snapshots`). A round ends on a rank once it has ended on
+all:
 
     snapshot c, send -> (step c + 1) -> round of c has ended everywhere -> snapshot c + 1, replacing the one before c
 
@@ -18,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from statistics import median
 from typing import Any
 
@@ -27,19 +27,15 @@ from torch import Tensor
 
 from shardwise.run.checkpoint.state_shard import DTYPE_NAMES, DTYPES, OPTIONAL, StateShard
 from shardwise.run.recovery.fingerprints import fingerprint_of
-from shardwise.run.recovery.snapshots import RankState as RankState
-from shardwise.run.recovery.snapshots import Snapshots
+from shardwise.run.recovery.snapshots import MAX_INTERVAL_S, MICROSECONDS, RankState, Snapshots, copy_interval_steps
 from shardwise.train.recovery.anomalies import MAX_MEMORY_SHARE
 from shardwise.units import format_bytes
 from shardwise.world.comm.pending import LostPeer
 from shardwise.world.persistent_memory import available_bytes, padded_size
 from shardwise.world.world import World
 
-MAX_TIME_SHARE = 0.02  # largest share of the time that copying may take
-MAX_INTERVAL_S = 3600.0  # if copies would be farther apart they are disabled: checkpoints are written more often
 NUM_RECENT_ROUNDS = 3  # last rounds whose median is the time of a round
 POLL_S = 0.02
-MICROSECONDS = 1e-6
 
 
 def shard_id(shard: StateShard) -> str:
@@ -74,15 +70,6 @@ def assign_senders(shard_bytes_by_rank: Sequence[Mapping[str, int]], ranks_by_ho
             (ranks,) = hosts.values()
             assigned.setdefault(ranks[i % len(ranks)], []).append(name)
     return dict(sorted(assigned.items()))
-
-
-def copy_interval_steps(copy_s: float, step_s: float) -> int:
-    """Number of steps from one copy to the next.
-
-    >>> copy_interval_steps(0.001, 0.1), copy_interval_steps(0.05, 0.1)
-    (1, 25)
-    """
-    return max(1, ceil(copy_s / (MAX_TIME_SHARE * step_s))) if step_s > 0 else 1
 
 
 @dataclass
@@ -296,17 +283,18 @@ class BuddySnapshots(Snapshots):
         self._ended_s: float | None = None
         self._step_times: deque[float] = deque(maxlen=20)
 
-    def take(self, step: int, note: Mapping[str, Any]) -> None:
+    def take(self, step: int, note: Mapping[str, Any]) -> bool:
         """Take a snapshot and start a copy if due; the state after the last step is not copied, since it is checkpointed."""
         if self._ended_s is not None:
             self._step_times.append(time.perf_counter() - self._ended_s)
         with self._world.pace.untimed():
             copied = self._copies.join_round()
         self.pinned_step = None if self._copies.is_disabled else self.pinned_step if copied is None else copied
-        super().take(step, note)
-        if step < self._last_step:
+        is_taken = super().take(step, note)
+        if is_taken and step < self._last_step:
             self._copies.start_round(step, note, self._get_shards, median(self._step_times) if self._step_times else 0.0)
         self._ended_s = time.perf_counter()
+        return is_taken
 
 
 def _newest_step(copies: Mapping[int, BuddyCopy]) -> int:

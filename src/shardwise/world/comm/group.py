@@ -77,11 +77,18 @@ class Group:
         self._open, self._ranks_by_host_of = open_transport, ranks_by_host_of
         self._transport: Any = None
         self._closed = False
-        self._staged = self._nccl = self.shares_memory = False
+        self._staged = self._nccl = self.shares_memory = self.is_gloo = False
         self.collective_runner: Any = None  # set by `shardwise.world.comm.runner.runner_of`: a group and its runner end together
         self._dispatcher: CollectiveDispatcher | None = None
         self.hierarchical: HierarchicalReducer | None = None  # the two-level reducer, if it was chosen and the members' hosts allow it
         self._side_groups = defaultdict[str, list[Group]](list)
+        self.fused_name = ""  # under which torch finds it for products fused with collectives, if all ranks agreed on them
+        self._registration: object = None
+
+    @property
+    def transport_name(self) -> str:
+        """Name of the transport between the members: shared memory, "gloo" or "nccl"; "" before they connect, and over MPI."""
+        return SHARED if self.shares_memory else "gloo" if self.is_gloo else "nccl" if self._nccl else ""
 
     @property
     def total_time_s(self) -> float:
@@ -101,7 +108,7 @@ class Group:
         try:
             self._transport, kind = self._open(self.ranks, Connection())
             self._nccl = kind == "nccl"
-            self.shares_memory = kind == SHARED
+            self.shares_memory, self.is_gloo = kind == SHARED, kind == "gloo"
             if kind in ("gloo", "nccl"):
                 directed = (lambda pair: self._open(self.ranks, Connection(direction=pair))[0]) if self._nccl else None
                 self._transport = ProcessGroup(self._transport, self.size, self.index, directed)
@@ -132,6 +139,7 @@ class Group:
         if self.shares_memory and self._transport is not None:
             self._transport.close()
         self._transport, self._closed = None, True
+        self.use_fused_products("", None)
 
     def abandon(self) -> None:
         """Abort this rank's waits over gloo in all of its threads, though no peer leaves: those threads get a LostPeer."""
@@ -156,6 +164,10 @@ class Group:
         )
         self._side_groups[name].append(group)
         return group
+
+    def use_fused_products(self, name: str, registration: object) -> None:
+        """Run products fused with collectives under this `name` of torch's, which holds while `registration` lives."""
+        self.fused_name, self._registration = name, registration
 
     def use_dispatcher(self, dispatcher: CollectiveDispatcher | None) -> None:
         """Use `dispatcher` for asynchronous all-reduces, reduce-scatters and all-gathers from now on; None: the transport's own."""
@@ -334,7 +346,8 @@ class Group:
 
         `lengths`: of the shards, if not those of `plan.placement.piece`.
 
-        Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run.
+        Summands are added in the members' order, bfloat16 and float16 in float32: the same bits in every run. NCCL adds other types in the
+        order of its ring.
 
         Raises:
             UsageError: a tensor without dimensions.
@@ -351,7 +364,7 @@ class Group:
         row = x.numel() // max(1, x.shape[dim])
         shape = [*x.shape[:dim], cuts[self.index], *x.shape[dim + 1 :]]
         local_size = cuts[self.index] * row
-        if self._transport_reduces(x):
+        if self._transport_reduces(x, cuts):
             out = self._receive_buffer(sent, local_size)
             self._end(self._call("reduce_scatter", out, sent, [n * row for n in cuts], True), at, None, None, True)
             return out.view(shape)
@@ -362,7 +375,10 @@ class Group:
         return parts.any(0) if x.dtype is torch.bool else parts.sum(0, dtype=x.dtype)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, wait: bool = True) -> CollectiveWork:
-        """Reduce-scatter flat `x_size*n` into flat `out_n`, this member's shard of the sum over the members. May be waited for later."""
+        """Reduce-scatter flat `x_size*n` into flat `out_n`, this member's shard of the sum over the members. May be waited for later.
+
+        If `out` is this member's shard of `x` itself, no transport needs room for all shards; the rest of `x` may be overwritten.
+        """
         check_fits(x, out, self.size)
         if self.size == 1:
             out.copy_(x)
@@ -372,7 +388,7 @@ class Group:
         at = self._begin(recorder.REDUCE_SCATTER, x)
         sent = self._to_transport(x)
         sizes = [out.numel()] * self.size
-        if self._transport_reduces(x):
+        if self._transport_reduces(x, sizes):
             return self._end(self._call("reduce_scatter", out.detach(), sent, sizes, wait), at, None, (sent, out), wait)
         arrived = self._receive_buffer(sent, sent.numel())
 
@@ -457,8 +473,10 @@ class Group:
         finish = None if direct else lambda: x.detach().copy_(buffer)
         return self._end(self._call("receive", buffer, from_index, tag), at, finish, buffer, False)
 
-    def _transport_reduces(self, x: Tensor) -> bool:
-        """Return whether the transport itself can reduce-scatter this type."""
+    def _transport_reduces(self, x: Tensor, sizes: Sequence[int]) -> bool:
+        """Return whether the transport itself can reduce-scatter this type into shards of `sizes`."""
+        if self._nccl:
+            return bool(self._transport.scatters(x.dtype, sizes))
         return self.shares_memory and x.dtype is not torch.bool and bool(self._transport.widens(x.dtype))
 
     def _peer_rank(self, index: int) -> int:

@@ -104,6 +104,14 @@ class CollectiveWork:
             self._finish()
         self._keep = self._finish = None
 
+    def call_after(self, finish: Callable[[], object]) -> None:
+        """Call `finish` once when this has been waited for, after what its collective does then; at once if it has been."""
+        earlier = self._finish
+        if self._work is None:
+            finish()
+        else:
+            self._finish = finish if earlier is None else lambda: (earlier(), finish())
+
     def without_timing(self) -> CollectiveWork:
         """Return itself, recorded as ended already, so that a rank that waits late, or never, does not seem to hang."""
         if self._group is not None and self._work is not None and self._at >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,9 @@ def digest_of_checksums(size: int, sums: bytes) -> str:
     return hashlib.sha256(str(size).encode() + sums).hexdigest()
 
 
+REWRITE_WAITS_S = (0.01, 0.05, 0.2)  # before a short file counts as cut off
+
+
 class CheckedFile:
     """A file whose parts are compared with their checksums whenever they are read. `sums`: the file of the checksums; without it nothing
     is compared.
@@ -135,6 +139,11 @@ class CheckedFile:
         first = start // PART_BYTES * PART_BYTES if self._sums else start
         last = min(self.size, -(-stop // PART_BYTES) * PART_BYTES) if self._sums else stop
         data = memoryview(os.pread(self._file, last - first, first))
+        for wait_s in REWRITE_WAITS_S:  # whoever copies a file over itself empties it first
+            if len(data) == last - first:
+                break
+            time.sleep(wait_s)
+            data = memoryview(os.pread(self._file, last - first, first))
         if len(data) < last - first:
             raise RunError(
                 f"the text {self.path} had {self.size:,} bytes and ends before byte {last:,} now: it was cut off while it "

@@ -123,6 +123,7 @@ static int progress(Channel *c) {
         c->stream = op->next;
         op->state = DONE;
     }
+    write_ahead(c);
     for (Op *op = c->running; op; op = op->next) {
         if (!op->ran) op->ran = run_job(c, op);
         if (!op->posted) break; /* they are posted in order */

@@ -211,3 +211,18 @@ static int run_stream(Channel *c, Op *op) {
     if (op->kind == ALL_REDUCE) return op->phases == 1 ? all_reduce_direct(c, op) : all_reduce_pieces(c, op);
     return op->kind == REDUCE_SCATTER ? reduce_scatter(c, op) : take(c, op);
 }
+
+/* Whether an operation may write before earlier ones have ended: all are all-reduces that every rank adds whole, of other memory. */
+static int writes_ahead(Channel *c, Op *op) {
+    if (op->kind != ALL_REDUCE || op->phases != 1) return 0;
+    for (Op *early = c->stream; early != op; early = early->next) {
+        if (early->kind != ALL_REDUCE || early->phases != 1 || early->wrote < early->total) return 0;
+        if (early->out < op->in + op->bytes && op->in < early->out + early->bytes) return 0; /* it reads what an earlier one adds */
+    }
+    return 1;
+}
+
+/* Publishes what operations behind the first one send, so that the other ranks need not wait until this one runs again. */
+static void write_ahead(Channel *c) {
+    for (Op *op = c->stream ? c->stream->next : NULL; op && writes_ahead(c, op); op = op->next) write_reduce(c, op);
+}
