@@ -39,6 +39,7 @@ NAMES = {
         "planning",
         "docs/coverage.md, as scripts/verify_all --axes makes it: operators by labels, models by axes, shares divided",
     ),
+    "prove": ("verify", "how long proofs without a tolerance take, by layers, ranks and axes, and for large plans"),
     "alpa": ("planning", "the 21 configurations of Alpa's evaluation, planned and priced"),
 }
 

@@ -1,7 +1,8 @@
 """Which tests are long, by how long they took: `scripts/test --all --record` writes `long.txt`; what stands there has the marker `long`.
 
 Of the cases of a test function the first ones stay short, as many as take `FUNCTION_S` together and at least one; but none that takes more
-than `CASE_S` by itself. So every other function has a case in every run, and `scripts/test --all` has all of them.
+than `CASE_S` by itself, or `HOUSE_CASE_S` where it holds the whole tree to a rule (`tests/*/house`). So every other function has a case in
+every run, and `scripts/test --all` has all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 
 FUNCTION_S = 0.3
 CASE_S = 5.0
+HOUSE_CASE_S = 20.0
 LONG = Path(__file__).parents[1] / "long.txt"
 ROOT = str(Path(__file__).parents[2]) + "/"  # some ids have the path of a file
 
@@ -24,7 +26,7 @@ def long_of(took: Mapping[str, float]) -> dict[str, float]:
     found = {}
     for test, seconds in took.items():
         function = _function(test)
-        if seconds > CASE_S or (function in spent and spent[function] + seconds > FUNCTION_S):
+        if seconds > (HOUSE_CASE_S if "/house/" in test else CASE_S) or (function in spent and spent[function] + seconds > FUNCTION_S):
             found[test] = seconds
         else:
             spent[function] = spent.get(function, 0.0) + seconds

@@ -39,10 +39,11 @@ ROOT = Path(__file__).parents[2]
 SWAP = "all_reduce\nrank 0: chunk(0)>1 chunk(0)+<1\nrank 1: chunk(0)>0 chunk(0)+<0\n"
 ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n"
 PLAN = "plan gpt-tiny --cluster 1xcpu-2 --batch 8 --layout data=2"
+EXPORTED = "plan gpt-tiny --cluster 1xcpu-2 --batch 8 --layout 'data=2 zero=1 recompute=selective' --to torchtitan"
 # Of each schema the commands that it is inferred from, and that must keep to it; {root}: this repository, {model}: a small one.
 # A plan is written before.
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "plan": (f"{PLAN} -o plan.toml", "plan gpt-tiny --cluster 1xcpu-2 --batch 8"),
+    "plan": (f"{PLAN} -o plan.toml", "plan gpt-tiny --cluster 1xcpu-2 --batch 8", EXPORTED),
     "explain": ("explain plan.toml",),
     "whatif": ("whatif plan.toml zero=1 batch=16",),
     "compare": ("compare plan.toml plan.toml",),

@@ -7,6 +7,9 @@ import math
 import pytest
 import torch
 
+from shardwise.run.recovery import snapshots
+from shardwise.run.recovery.fingerprints import fingerprint_of
+from shardwise.run.recovery.snapshots import StateCopier
 from shardwise.world import private
 from tests.support.one_verification import verified
 
@@ -15,6 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="torch se
 
 
 LAYOUTS = ["data=1", "data=2", "data=2 zero=1", "tensor=2", "pipeline=2 microbatches=2", "context=2 attention=ring"]
+LAYOUTS += ["tensor=2 sequence_parallel=on"]  # linear layers keep pieces of what they gather
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,3 +49,16 @@ def test_the_fused_kernel_tells_what_rows_sum_to_and_takes_the_sum_over_more_key
     found = private.fused_attention_backward(grad, (q, k, v), out / 2, total + math.log(2), None, causal, 0.2)
     assert torch.allclose(found[0].double(), of_scores.detach() @ repeated[0].detach() * 0.2, atol=5e-2)
     assert torch.allclose(found[2].double(), want[2], atol=5e-2)
+
+
+def test_state_is_copied_on_a_stream_of_its_own_with_its_digest() -> None:
+    sources = [torch.randn(shape, device="cuda").to(dtype) for shape, dtype in (((64, 3), torch.float32), ((7,), torch.bfloat16))]
+    copier, memory = StateCopier(torch.device("cuda")), torch.zeros(4096, dtype=torch.uint8)
+    copier.pin_memory(memory)
+    buffers = [torch.empty_like(x, device="cpu") for x in sources]
+    entries = [snapshots.TensorBuffer(i, 0, buffer, x) for i, (buffer, x) in enumerate(zip(buffers, sources, strict=True))]
+    sums = copier.copy_state(entries)
+    for x, buffer, words_sum in zip(sources, buffers, sums, strict=True):
+        assert torch.equal(x.cpu(), buffer)
+        assert words_sum is None or words_sum == int(fingerprint_of(buffer))
+    assert sums[0] is not None

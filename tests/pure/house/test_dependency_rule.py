@@ -73,7 +73,7 @@ TORCH_PARTS = {"adapters", "audit", "capture", "serve/deploy", "zoo", "world", "
 TORCH_FILES = {"cluster/probe/", "api.py", "api_decode.py", "api_loop.py", "api_loop_verify.py", "api_prove.py"}
 ENVIRONMENT_FILES = (
     "cli/", "world/launch/launch", "world/launch/prepared_rank", "world/launch/fork_server", "world/launch/current", "capture/cache/store",
-    "run/gradients/replica_watch", "api_loop_verify", "audit/record/", "audit/hook/",
+    "run/gradients/replica_watch", "world/fused_products", "api_loop_verify", "audit/record/", "audit/hook/",
 )  # fmt: skip
 # What unpickles, or is unpickled: none of these ever reads or writes a byte for shardwise.
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

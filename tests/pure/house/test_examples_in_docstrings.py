@@ -15,7 +15,7 @@ ALONE = ("shardwise.units", "shardwise.report.gantt")
 def modules() -> list[str]:
     found = [*PACKAGES, *ALONE]
     for package in PACKAGES:
-        found += [m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}.")]
+        found += [m.name for m in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")]
     return sorted(found)
 
 
