@@ -129,7 +129,7 @@ class Engine(CheckpointMixin):
         self.owner_of, self.source = self._optimizer.owner_of, source
         self._fingerprints = Fingerprints(self.rank_model.groups, world)
         self._account_for_state()
-        world.pace.is_regular = plan.layout.compile != "on"
+        self._timed_step = world.pace.time_steps(is_regular=not compiles)
         self.timeline: Timeline | None = None
         self.phase_times_s: dict[str, float] = {}  # last step: "program", "gradients" (reduction after it), "optimizer"
         self.model_flops = model_flops(self.rank_model.graph) * plan.batch_size / self.rank_model.graph.batch_size
@@ -227,7 +227,7 @@ class Engine(CheckpointMixin):
             Infeasible: more samples than the plan's, or unequal shares of a batch whose samples interact in the model.
             StateDiverged, SuspectStep: corrupted state, or the check given to `watch` objects; on every rank, before any update.
         """
-        with self.world.pace.step():
+        with self._timed_step:
             return self._step(batch, lr, record, is_global_batch, samples)
 
     def _step(self, batch: Any, lr: float | None, record: bool, is_global_batch: bool | None, samples: int) -> StepResult:

@@ -14,6 +14,7 @@ import os
 import re
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -389,63 +390,61 @@ MEDIAN_STEPS = 8  # between two medians of so many
 LEAST_PHASE_LIMIT_S = 120.0  # a file system may stall for so long
 
 
-class _TimedStep:
-    """Context of a step. (A generator would take three times as long.)"""
-
-    __slots__ = ("_began_s", "_pace")
-
-    def __init__(self, pace: StepPace) -> None:
-        self._pace, self._began_s = pace, 0.0
-
-    def __enter__(self) -> None:
-        self._began_s = self._pace.begin_step()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._pace.end_step(self._began_s)
-
-
 class StepPace:
-    """The time limits of one rank's steps, which it announces to the launcher through its recorder.
+    """The steps of one kind (an engine's, as two engines need not be alike), and the time limit of the next one; a context of each.
 
-    A step may last ten times the median of the last ones, an evaluation or a save ten times the longest of its kind, at least two minutes.
-    Before three of a kind, while a model is captured or compiled (`is_regular` is False), and in other work no limit is announced.
+    A step may last ten times the median of the last ones; before three of its kind, and if some are compiled (`is_regular` is False), as
+    long as it likes.
 
-    >>> pace = StepPace(CollectiveRecorder())
-    >>> [pace.next_limit_s(s) for s in (0.5, 0.1, 0.1, 0.1)]
+    >>> steps = StepPace(WorkPace(CollectiveRecorder()))
+    >>> [steps.next_limit_s(s) for s in (0.5, 0.1, 0.1, 0.1)]
     [inf, inf, 1.0, 1.0]
     """
 
-    def __init__(self, recorder: CollectiveRecorder) -> None:
-        self._recorder, self.is_regular = recorder, True
+    __slots__ = ("__weakref__", "_began_s", "_num_steps", "_pace", "_seconds", "is_regular", "limit_s")
+
+    def __init__(self, pace: WorkPace, is_regular: bool = True) -> None:
+        self._pace, self.is_regular, self.limit_s = pace, is_regular, inf
         self._seconds: deque[float] = deque(maxlen=KEPT)
-        self._num_steps = 0
-        self._limit_s, self._includes_gaps = inf, False
-        self._phase_limits_s: list[float] = []  # of the enclosing `untimed` contexts
-        self._phases: dict[str, tuple[int, float]] = {}  # by kind: number, and the longest in seconds
+        self._num_steps, self._began_s = 0, 0.0
 
     def next_limit_s(self, seconds: float) -> float:
         """Return the time limit of the next step in seconds, after one of `seconds`."""
         self._seconds.append(seconds)
         self._num_steps += 1
-        is_due = self._num_steps < KEPT or self._num_steps % MEDIAN_STEPS == 0 or self._limit_s == inf
+        is_due = self._num_steps < KEPT or self._num_steps % MEDIAN_STEPS == 0 or self.limit_s == inf
         if is_due and len(self._seconds) >= LEAST and self.is_regular:
-            self._limit_s = LIMIT_IN_STEPS * median(self._seconds)
-        return self._limit_s
+            self.limit_s = LIMIT_IN_STEPS * median(self._seconds)
+        return self.limit_s
 
-    def step(self) -> _TimedStep:
-        """Context of a step."""
-        return _TimedStep(self)
+    def __enter__(self) -> None:
+        self._pace.announce(self.limit_s)
+        self._began_s = time.monotonic()
 
-    def begin_step(self) -> float:
-        """Announce the limit of a step that begins now; return the time in seconds."""
-        self._announce(self._limit_s)
-        return time.monotonic()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.next_limit_s(time.monotonic() - self._began_s)
+            self._pace.announce_gap()
 
-    def end_step(self, began_s: float) -> None:
-        """Learn from a step that began at `began_s` and has ended."""
-        self.next_limit_s(time.monotonic() - began_s)
-        self._announce_gap()
+
+class WorkPace:
+    """The time limits of one rank's work, which it announces to the launcher through its recorder.
+
+    Steps are limited by their kind (`StepPace`), an evaluation or a save to ten times the longest of its kind, at least two minutes. Before
+    three of a kind, while a model is captured, and in other work no limit is announced.
+    """
+
+    def __init__(self, recorder: CollectiveRecorder) -> None:
+        self._recorder, self._includes_gaps = recorder, False
+        self._steps: weakref.WeakSet[StepPace] = weakref.WeakSet()
+        self._phase_limits_s: list[float] = []  # of the enclosing `untimed` contexts
+        self._phases: dict[str, tuple[int, float]] = {}  # by kind: number, and the longest in seconds
+
+    def time_steps(self, is_regular: bool = True) -> StepPace:
+        """Return the context of every step of a new kind."""
+        steps = StepPace(self, is_regular)
+        self._steps.add(steps)
+        return steps
 
     def include_gaps(self) -> None:
         """Apply the limit to the time between steps too from now on, for loops that mark all other work by `untimed`."""
@@ -463,10 +462,12 @@ class StepPace:
             self._phases[kind] = times + 1, max(longest_s, time.monotonic() - began)
         finally:
             self._phase_limits_s.pop()
-        self._announce_gap()
+        self.announce_gap()
 
-    def _announce_gap(self) -> None:
-        self._announce(self._limit_s if self._includes_gaps else inf)
+    def announce_gap(self) -> None:
+        """Announce the limit of what comes between steps: the longest of any kind of step, if gaps are included."""
+        self.announce(max((steps.limit_s for steps in self._steps), default=inf) if self._includes_gaps else inf)
 
-    def _announce(self, seconds: float) -> None:
-        self._recorder.announce_limit(max(self._phase_limits_s, default=seconds))
+    def announce(self, seconds: float) -> None:
+        """Announce the limit of work that begins now; inside of `untimed` that context's."""
+        self._recorder.announce_limit(max(self._phase_limits_s) if self._phase_limits_s else seconds)

@@ -30,7 +30,7 @@ from shardwise.world.comm.group import SHARED, Group, RanksByHost
 from shardwise.world.comm.pending import CollectiveWork, LostPeer, is_peer_loss, synchronize_device
 from shardwise.world.loader_positions import LoaderPositions
 from shardwise.world.persistent_memory import PersistentMemory
-from shardwise.world.recorder import RUNNING, CollectiveRecorder, StepPace
+from shardwise.world.recorder import RUNNING, CollectiveRecorder, WorkPace
 from shardwise.world.shared_memory import library, segment
 from shardwise.world.shared_memory.native import NativeChannel
 from shardwise.world.shared_memory.setup import SharedMemory
@@ -138,7 +138,7 @@ class World:
         self.threads = threads
         self.may_add_threads = may_add_threads
         self.recorder = recorder or CollectiveRecorder(generation=generation)
-        self.pace = StepPace(self.recorder)
+        self.pace = WorkPace(self.recorder)
         self.recovery: RecoveryContext | None = None
         self.rendezvous: Rendezvous | None = None  # if an external launcher started the ranks
         self.loader_positions, self.has_launch_settings = LoaderPositions(), False

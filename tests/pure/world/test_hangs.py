@@ -12,7 +12,7 @@ from math import inf
 import pytest
 
 from shardwise.world.launch.hangs import STOPPED_S, HangWatch, Limits
-from shardwise.world.recorder import LEAST_PHASE_LIMIT_S, CollectiveRecord, CollectiveRecorder, RankStatus, StepPace
+from shardwise.world.recorder import LEAST_PHASE_LIMIT_S, CollectiveRecord, CollectiveRecorder, RankStatus, StepPace, WorkPace
 
 SUM = CollectiveRecord(0, 5, "0,1", "all_reduce", "float32", (7,), 28, -1, 0, 1.0, 0.0, "", 5)
 PIDS = [1 << 30, 1 << 30]  # no processes
@@ -82,15 +82,16 @@ def test_a_pace_announces_steps_and_nothing_that_takes_long() -> None:
     recorder = CollectiveRecorder()
     said: list[float] = []
     recorder.announce_limit = said.append  # type: ignore[method-assign]
-    pace = StepPace(recorder)
+    pace = WorkPace(recorder)
+    steps = pace.time_steps()
     for _ in range(4):
-        with pace.step():
+        with steps:
             pass
     assert said[:6] == [inf] * 6
     assert said[6] < 1.0
     assert said[7] == inf
     pace.include_gaps()
-    with pace.step(), pace.untimed():
+    with steps, pace.untimed():
         pass
     assert [one < 1.0 for one in said[8:]] == [True, False, True, True]
     said.clear()
@@ -99,10 +100,34 @@ def test_a_pace_announces_steps_and_nothing_that_takes_long() -> None:
             raise ValueError
         with pace.untimed():
             pass
-        with pace.step():
+        with steps:
             pass
         assert set(said) == {inf}
     assert said[-1] < 1.0
+
+
+def test_steps_of_another_engine_have_limits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, clock = CollectiveRecorder(), [0.0]
+    said: list[float] = []
+    recorder.announce_limit = said.append  # type: ignore[method-assign]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    pace = WorkPace(recorder)
+    pace.include_gaps()
+    short, long, compiled = pace.time_steps(), pace.time_steps(), pace.time_steps(is_regular=False)
+
+    def take(steps: StepPace, seconds: float) -> float:
+        with steps:
+            clock[0] += seconds
+        return said[-2]
+
+    assert [take(short, 0.1) for _ in range(4)] == pytest.approx([inf, inf, inf, 1.0])
+    assert [take(long, 9.0) for _ in range(4)] == pytest.approx([inf, inf, inf, 90.0])
+    assert [take(compiled, 0.1) for _ in range(5)] == [inf] * 5
+    assert take(short, 0.1) == pytest.approx(1.0)
+    assert said[-1] == inf  # what comes next may be a compiled one
+    del compiled
+    take(short, 0.1)
+    assert said[-1] == pytest.approx(90.0)
 
 
 def test_an_evaluation_is_limited_by_the_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +135,7 @@ def test_an_evaluation_is_limited_by_the_earlier_ones(monkeypatch: pytest.Monkey
     said: list[float] = []
     recorder.announce_limit = said.append  # type: ignore[method-assign]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    pace = StepPace(recorder)
+    pace = WorkPace(recorder)
     for seconds in (20.0, 30.0, 0.5):
         with pace.untimed("evaluation"):
             assert said[-1] == inf  # its duration is not known yet

@@ -41,8 +41,9 @@ def _climb(world: World, how: str, lost: tuple[int, ...], always: bool, is_paced
     if start is not None:
         assert kept.restore(start) == {"step": start}
     pair = world.group((world.rank // 2 * 2, world.rank // 2 * 2 + 1))  # a rank whose neighbour lives hears of it through that one
+    timed_step = world.pace.time_steps()
     for step in range(start or 0, STEPS):
-        with world.pace.step():
+        with timed_step:
             y = x * (world.rank + 2)
             pair.all_reduce(y)
             if step == 7 and world.rank in lost and (always or world.generation == 0):
