@@ -46,13 +46,13 @@ def _step(world: World, model: str, layout: str, on: bool) -> dict[str, Any]:
 
 @contextmanager
 def _counted_storages() -> Iterator[dict[int, int]]:
-    """Bytes of the storages that autograd saves within, by address."""
+    """Bytes of the storages that autograd saves within, by storage: memory of weights that are gathered and freed comes again."""
     kept: list[Tensor] = []
     found: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        kept.append(x)  # so that no address comes twice
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        kept.append(x)  # so that no storage comes twice
+        found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
