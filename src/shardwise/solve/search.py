@@ -19,7 +19,8 @@ from shardwise.cluster.heterogeneous import reorder_parts
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.balance import select_cuts
 from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, build_pricer
-from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble, price, simulate_time, simulate_timeline, step_timeline
+from shardwise.cost.step_time.predicted_timeline import step_timeline
+from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble, price, simulate_time, simulate_timeline
 from shardwise.errors import Infeasible, UsageError
 from shardwise.model.batch.additive import analyze_additivity, describe_microbatch_couplings
 from shardwise.model.batch.samples import check_samples, misplaced_samples_reason
