@@ -283,12 +283,12 @@ class Pricer(OperatorPricer):
         return (
             *self._canonical_key(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
             layout.shard, layout.batch_norm, layout.shares, tuple(sites), self._pipeline_positions(layout), layout.begins,
-            layout.loss_chunks,
+            layout.loss_chunks, self.devices.fuses_products(layout),
         )  # fmt: skip
 
     def _pipeline_positions(self, layout: Layout) -> tuple[int, ...]:
         """[stage] -> its pipeline rank under the schedule; () if that does not affect costs."""
-        matters = layout.pipeline > 1 and self.devices.exposed_send_fraction
+        matters = layout.pipeline > 1 and self.devices.exposed_send_fraction(layout)
         return tuple([ranks[0] for ranks in schedule_of(layout).ranks_of]) if matters else ()
 
     def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int], places: Sequence[int]) -> Sequence[int]:
@@ -366,7 +366,7 @@ class Pricer(OperatorPricer):
         defers_weights = (layout.recomputes_layers or layout.offloads_layers) and schedule_of(layout).splits_backward
         return memory_of(
             state, layout, index, self.devices.widths(layout),
-            scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
+            scratch_bytes=self.cluster.device.scratch_bytes + self.fused_workspace_bytes(layout), optimizer_states=self.optimizer_states,
             deferred_bytes=max(0.0, base.state.saved_bytes - state.saved_bytes) if defers_weights else 0.0,
             num_host_replicas=split_by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,
         )  # fmt: skip

@@ -211,6 +211,8 @@ def bucket_reduction_s(pricer: Pricer, layout: Layout, group: RankGroup, size_by
         return push_pull_s(size_bytes, hops_of(pricer.cluster, group), layout.servers)[0], 0.0
     if not layout.zero:
         return pricer.collective("all_reduce", size_bytes, group), 0.0
+    if layout.zero == 1 and pricer.devices.all_reduces:
+        return pricer.collective("all_reduce", size_bytes * 4.0 / widths.gradient, group), 0.0
     sharing, beyond = split_by_zero_group(group, layout)
     beyond_s = pricer.collective("all_reduce", size_bytes / sharing.size, beyond) if layout.zero == 1 else 0.0
     return pricer.collective("reduce_scatter", size_bytes, sharing) + beyond_s, 0.0

@@ -420,7 +420,11 @@ def _unit_memory(pricer: Pricer, layout: Layout, cuts: Sequence[StageCut]) -> li
         if (id(one), k) not in cache:
             memory = [cost.memory.alone for cost in one.stages(layout.of_stage(k), units, place=k)]
             unit_bytes = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
-            size = one.cluster.device.scratch_bytes + (1 + MARGIN) * stage_memory_matrix(unit_bytes, [m.buffers for m in memory])
+            size = (
+                one.cluster.device.scratch_bytes
+                + one.fused_workspace_bytes(layout)
+                + (1 + MARGIN) * stage_memory_matrix(unit_bytes, [m.buffers for m in memory])
+            )
             cache[id(one), k] = size
         return cache[id(one), k]
 
