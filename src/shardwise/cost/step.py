@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shardwise.cost.calibration.efficiency import EfficiencySet
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.memory.memory import StageMemory, StageState, memory_of
+from shardwise.cost.memory.plain_loop import add_plain_loop, layout_as_held, plain_loop_copied_bytes
 from shardwise.cost.network.axes import rank_distance, stage_rank_distance
 from shardwise.cost.network.network import send_s, split_by_host
 from shardwise.cost.operators.operators import OperatorPricer
@@ -54,6 +55,7 @@ class Pricer(OperatorPricer):
     cut_candidates: dict[tuple[int, bool], list[StageCut]] = field(default_factory=dict)  # cuts that are tried, by number
     send_bounds: dict[tuple[object, ...], float] = field(default_factory=dict)  # lower bounds of send times, by layout
     first_rank: int = 0  # first rank of this part of a heterogeneous cluster
+    is_plain_loop: bool = False  # the user's own loop instead of an engine
     _kinds: dict[tuple[object, ...], CostClasses] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], SectionCache] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
@@ -316,6 +318,9 @@ class Pricer(OperatorPricer):
         summing, inside, hidden = self._reduction_s(layout, index, base, busy, network, bucket)
         widths = self.devices.widths(layout)
         summing += replica_reduction_s(self, layout, index, base.gradient_volume, widths) + self._statistics_s(layout)
+        if self.is_plain_loop:
+            copied = plain_loop_copied_bytes(layout, base.state.num_trainable, widths, self.cluster.kind.shares_hosts)
+            summing += copied / self.devices.speed(layout).memory_bandwidth_bytes_per_s
         network += inside
         if network.total > 0:  # ranks synchronise inside layers
             waits = self.devices.layer_collectives(layout).wait_fraction
@@ -364,12 +369,14 @@ class Pricer(OperatorPricer):
     def _memory(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> StageMemory:
         state = replace(self._state(layout, base, bucket), bucket_bytes=bucket)
         defers_weights = (layout.recomputes_layers or layout.offloads_layers) and schedule_of(layout).splits_backward
-        return memory_of(
-            state, layout, index, self.devices.widths(layout),
+        widths = self.devices.widths(layout)
+        memory = memory_of(
+            state, layout_as_held(layout) if self.is_plain_loop else layout, index, widths,
             scratch_bytes=self.cluster.device.scratch_bytes + self.fused_workspace_bytes(layout), optimizer_states=self.optimizer_states,
             deferred_bytes=max(0.0, base.state.saved_bytes - state.saved_bytes) if defers_weights else 0.0,
             num_host_replicas=split_by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,
         )  # fmt: skip
+        return add_plain_loop(memory, state, layout, widths) if self.is_plain_loop else memory
 
     def boundary_bytes(self, layout: Layout, values: Sequence[str]) -> float:
         """Return the bytes of `values` for one microbatch, summed over data replicas."""

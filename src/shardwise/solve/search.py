@@ -83,10 +83,12 @@ def search(  # noqa: PLR0913
     shards: Mapping[str, Shards] | None = None,
     stages: Sequence[str] = (),
     optimizer_states: int = 2,
+    is_plain_loop: bool = False,
 ) -> Plan:
     """Choose a plan for `batch_size` samples a step, or price `layout` as it is (with `shards` and `stages` where they are given).
 
     Args:
+        is_plain_loop: priced for the user's own loop (`cost/memory/plain_loop`), not for an engine.
         constraints: text as `parse_constraints` reads it. objective: time, cost (device hours), energy (the same, in power), memory.
 
     Raises:
@@ -100,7 +102,9 @@ def search(  # noqa: PLR0913
         check_objective(objective)
 
         def pricer_on(machines: Cluster) -> Pricer:
-            return build_pricer(graph, machines, batch_size, optimizer_states, shards)
+            pricer = build_pricer(graph, machines, batch_size, optimizer_states, shards)
+            pricer.is_plain_loop = is_plain_loop
+            return pricer
 
         samples_note = misplaced_samples_reason(graph)
         limits = constraints_for_samples(constraints, samples_note)

@@ -51,6 +51,9 @@ class LoopGradientReducer:
     ) -> None:
         sums = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
         share_gradient_memory(groups, sums)
+        for group, over in zip(groups, sums, strict=True):
+            if over is None:
+                group.free_gradient_memory()
         self._reduced_groups = [(group, over) for group, over in zip(groups, sums, strict=True) if over is not None]
         self._watch = ReplicaWatch(self._reduced_groups, parameters, world)
         self._ordered_buckets = [(group, over, bucket) for group, over in self._reduced_groups for bucket in group.buckets]
