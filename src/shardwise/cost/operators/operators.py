@@ -222,12 +222,11 @@ class OperatorPricer:
             (parts.forward, 1.0, compute[0], "all_gather"),
             (parts.backward, costs.exposed_backward, compute[1], "reduce_scatter"),
         ):
+            shown = np.full(len(entries), fraction)
             if costs.fused_share < 1:
-                fraction = (
-                    fraction * np.array([costs.fused_share if _is_of_tensor(one, fused) else 1.0 for one in parts.collectives])[entries]
-                )
+                shown *= np.array([costs.fused_share if _is_of_tensor(one, fused) else 1.0 for one in parts.collectives])[entries]
             total, ring_s, hidden = (np.zeros(len(parts.index)) for _ in range(3))
-            np.add.at(total, operators, np.where(rounds[entries], 0.0, fraction * unique[entries]))
+            np.add.at(total, operators, np.where(rounds[entries], 0.0, shown * unique[entries]))
             np.add.at(ring_s, operators, np.where(rounds[entries], unique[entries], 0.0))
             np.maximum.at(hidden, operators, hidden_fraction[entries])
             passes.append(total + np.maximum(0.0, ring_s - hidden * busy))

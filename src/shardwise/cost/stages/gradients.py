@@ -123,8 +123,7 @@ def gradient_reduction_s(
         packing_s += (num_full * moved + moved_last) / devices.speed(layout).memory_bandwidth_bytes_per_s if moved + moved_last else 0.0
         if layout.servers:
             pull_s += push_pull_s(widths.weight * count, hops_of(pricer.cluster, group), layout.servers)[1]
-        queue = _BucketQueue(size, num_full, bucket, each, tail)
-        queues.append(queue)
+        queues.append(queue := _BucketQueue(size, num_full, bucket, each, tail))
         sharing, beyond = split_by_zero_group(group, layout)
         weights = pricer.collective("all_gather", widths.weight * count, sharing) if layout.zero else 0.0
         if layout.zero >= 2:  # shards are summed over the groups once for all microbatches, after the last
@@ -151,9 +150,8 @@ def gradient_reduction_s(
     # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
     after_s += packing_s + pull_s + beyond_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
     exposed = _exposed_fraction(pricer, per_microbatch, each_s)
-    slowed = exposed + contention * (1 - exposed)
     hidden = HiddenCollectives(hidden_gathers_s, hidden_s, _scaled(per_microbatch, 1 - exposed))
-    return after_s, _scaled(per_microbatch, slowed), hidden
+    return after_s, _scaled(per_microbatch, exposed + contention * (1 - exposed)), hidden
 
 
 def _exposed_reductions_s(queues: Sequence[_BucketQueue], total_s: float, window_s: float) -> float:
