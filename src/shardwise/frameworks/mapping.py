@@ -276,7 +276,7 @@ def export_layout(framework: Framework, request: ExportRequest) -> ExportedConfi
         if value == DEFAULTS[key] or _can_say(framework, key, value):
             continue
         if key == "precision" and PRECISIONS[value].linear_dtype and _can_say(framework, key, _BFLOAT16):
-            lost.append(LostKey(key, value, _BFLOAT16, "it has no word for this recipe of products in 8 bits"))
+            lost.append(LostKey(key, value, MIXED, "it has no word for this recipe of products in 8 bits"))
             layout, precision = replace(layout, precision=_BFLOAT16), MIXED
             continue
         if key in losses:

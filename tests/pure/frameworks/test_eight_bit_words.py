@@ -77,5 +77,5 @@ def test_products_in_8_bits_go_out_or_are_told_as_lost(name: str, precision: str
             (tmp_path / file).write_text(text)
         assert str(read_configuration(tmp_path / next(iter(exported.files)), devices=8, words={"layers": 32}).layout) == str(layout)
     else:
-        assert [one.instead for one in lost] == ["bfloat16"]
+        assert [one.instead for one in lost] == ["bfloat16-mixed"]
         assert exported.layout.precision == "bfloat16-mixed"
