@@ -376,7 +376,7 @@ class Pricer(OperatorPricer):
             deferred_bytes=max(0.0, base.state.saved_bytes - state.saved_bytes) if defers_weights else 0.0,
             num_host_replicas=split_by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,
         )  # fmt: skip
-        return add_plain_loop(memory, state, layout, widths) if self.is_plain_loop else memory
+        return add_plain_loop(memory, state, layout, widths, self.cluster.kind.shares_hosts) if self.is_plain_loop else memory
 
     def boundary_bytes(self, layout: Layout, values: Sequence[str]) -> float:
         """Return the bytes of `values` for one microbatch, summed over data replicas."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise
 from shardwise.cluster.cluster import Cluster
+from shardwise.cost.step import Pricer
 from shardwise.plan.layout import Layout
+from shardwise.plan.plan_file import format_plan, parse_plan
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.solve.search import search
 from shardwise.world.world import World
@@ -64,14 +67,14 @@ def tensors_alive() -> dict[int, int]:
     return found
 
 
-def count_bytes(world: World, layouts: list[str]) -> list[int]:
-    """The most bytes alive in forward and backward of a later step, by layout."""
+def count_bytes(world: World, layouts: list[Any]) -> list[int]:
+    """The most bytes alive in forward and backward of a later step, by layout or plan."""
     counts = []
-    for text in layouts:
+    for plan in layouts:
         gc.collect()
         before = sum(tensors_alive().values())
         net, x, y = make(), torch.randn(SAMPLES, 256), torch.randn(SAMPLES, 256)
-        shardwise.auto_parallelize(net, (x,), plan=text, world=world)
+        shardwise.auto_parallelize(net, (x,), plan=plan, world=world)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
         for a, b in shardwise.shard([(x, y)] * STEPS):
             optimizer.zero_grad()
@@ -100,3 +103,24 @@ def test_priced_bytes_of_a_plain_loop_are_the_counted_ones(ranks: Callable[..., 
         errors.append([(m.total - m.margin) / counted - 1 for m, counted in zip(memory, counts, strict=True)])
     assert errors[0] == pytest.approx([0.0] * len(LAYOUTS), abs=0.08), errors
     assert max(map(abs, errors[1])) > 0.15
+
+
+def count_bytes_of_plan(world: World, plan: str) -> int:
+    (count,) = count_bytes(world, [parse_plan(plan)])
+    return count
+
+
+def test_gradients_are_freed_bucket_by_bucket_where_they_lie_in_them(ranks: Callable[..., Any]) -> None:
+    """Over gloo, with a bucket for each weight, an eighth of all: no more than two have gradients beside them. Priced so between hosts."""
+    net = make()
+    graph = CachedModelSource(net, None).capture((torch.randn(SAMPLES, 256),), None, SAMPLES, outputs=True).graph
+    plan = search(graph, Cluster.parse("1xcpu-2"), SAMPLES, "net", layout=Layout(data=2))
+    gradients = 4 * sum(p.numel() for p in net.parameters())
+    counts = [
+        ranks(count_bytes_of_plan, 2, format_plan(replace(plan, bucket_bytes=size)), env={"SHARDWISE_TRANSPORT": "gloo"})[0]
+        for size in (2**25, 2**19)
+    ]
+    assert 0.7 * gradients < counts[0] - counts[1] < gradients
+    pricer = Pricer(graph, Cluster.parse("2xp3.16xlarge"), SAMPLES, bucket_bytes=2**19, is_plain_loop=True)
+    memory = pricer.stages(Layout(data=2))[0].memory.alone
+    assert memory.gradients == pytest.approx(gradients + 2**19, rel=0.01)

@@ -1,6 +1,7 @@
 """What a plain loop holds and copies beside an engine (`run/loop`), in bytes and seconds of one stage.
 
-Autograd gives each parameter a gradient of its own: where gradients are all-reduced, it is there beside the bucket that it is copied to.
+Autograd gives each parameter a gradient of its own: where gradients are all-reduced, it is there beside the bucket that it is copied to,
+until that is full, or for good where ranks share the bucket's memory.
 With ZeRO of any stage weights are stored in shards, gathered for forward and freed in backward (zero=3: gathered anew), and gradients are
 scattered by bucket: as an engine's zero=2 and 3. A gathered bucket is flat first, and then copied to whole weights. Not modelled: what
 the user's optimizer needs beside its state, and parts of a heterogeneous cluster.
@@ -26,13 +27,15 @@ def layout_as_held(layout: Layout) -> Layout:
     return replace(layout, zero=2) if layout.zero == 1 else layout
 
 
-def add_plain_loop(memory: StageMemory, state: StageState, layout: Layout, widths: Widths) -> StageMemory:
+def add_plain_loop(memory: StageMemory, state: StageState, layout: Layout, widths: Widths, copies_out: bool) -> StageMemory:
     """Return `memory`, which an engine has under `layout_as_held`, as a plain loop has it.
 
     With ZeRO its fullest moment is a gather: flat and whole, of the last bucket of forward, or with zero=3 of two buckets of backward.
-    Gradients of a bucket take the room of its weights.
+    Gradients of a bucket take the room of its weights. Where sums are not copied out, `.grad` becomes a view of its bucket when that is
+    full.
     """
-    more_gradients = widths.gradient * state.num_trainable * (not layout.zero and layout.weight_ranks > 1)
+    own_bytes = widths.gradient * state.num_trainable
+    more_gradients = (own_bytes if copies_out else min(own_bytes, state.bucket_bytes)) * (not layout.zero and layout.weight_ranks > 1)
     transient, more_buffers = state.transient, 0.0
     if layout.zero and layout.weight_ranks > 1:
         two_buckets = max(0.0, transient.gathered - transient.scattered)  # of weights: of a run and the one before

@@ -174,6 +174,15 @@ class LoopGradientReducer:
             if targets:
                 private.copy_tensors(targets, sources)
                 private.scale_tensors(targets, scale)
+            for name in bucket.names:
+                self._lend_early(name)
+
+    def _lend_early(self, name: str) -> None:
+        """Free a gradient that is in its bucket, and that nothing but the parameter holds: `.grad` is a view of the bucket from now on."""
+        grad = self._parameters[name].grad
+        is_own = name in self._used and name in self._fresh and self._lent.lends(name)
+        if is_own and grad is not None and not grad.is_sparse:
+            self._parameters[name].grad = self._lent.lend(name)
 
     def _finish(self) -> None:
         self._in_backward = False
