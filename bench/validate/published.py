@@ -43,9 +43,9 @@ GPU: MT-NLG, section 2.4), and no constant was set for it.
 
 """
 FOOT = """
-A row is predicted by `shardwise plan MODEL --cluster NODESxdgx-a100-80 --batch BATCH --layout "LAYOUT precision=bfloat16"`, of a MODEL such
-as `gpt:layers=105,hidden=20480,heads=128,sequence=2048,vocabulary=51200`; here layouts that do not fit by shardwise's count of bytes are
-priced all the same.
+A row is predicted by `shardwise plan MODEL --cluster NODESxdgx-a100-80 --batch BATCH --layout "LAYOUT precision=bfloat16-mixed"`, of a
+MODEL such as `gpt:layers=105,hidden=20480,heads=128,sequence=2048,vocabulary=51200`; here layouts that do not fit by shardwise's count of
+bytes are priced all the same.
 """
 
 

@@ -163,7 +163,7 @@ def _plan_without_pipeline(
         return plan_without_graph(count, str(error), unbounded_cluster(), size, name, layout=asked)
     if wanted is not None:
         layout = Layout.parse(wanted) if isinstance(wanted, str) else wanted
-        return search(graph, unbounded_cluster(), size, name, layout=layout)
+        return search(graph, unbounded_cluster(), size, name, layout=layout, is_plain_loop=True)
     most = (
         None
         if largest is None
@@ -183,10 +183,10 @@ def _best_without_pipeline(
     refused: list[str] = []
 
     def of(layout: Layout) -> Plan:
-        plan = search(graph, machines, size, name, layout=layout)
+        plan = search(graph, machines, size, name, layout=layout, is_plain_loop=True)
         if largest is None or plan.prediction is None:
             return plan
-        most = search(largest, machines, largest.batch_size, name, layout=layout).prediction
+        most = search(largest, machines, largest.batch_size, name, layout=layout, is_plain_loop=True).prediction
         return plan if most is None else replace(plan, prediction=replace(plan.prediction, memory=most.memory))
 
     for tensor in (t for t in range(1, num_ranks + 1) if num_ranks % t == 0):

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from shardwise.cost.calibration.efficiency import EfficiencySet
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.memory.memory import StageMemory, StageState, memory_of
+from shardwise.cost.memory.plain_loop import add_plain_loop, layout_as_held, plain_loop_copied_bytes
 from shardwise.cost.network.axes import rank_distance, stage_rank_distance
 from shardwise.cost.network.network import send_s, split_by_host
 from shardwise.cost.operators.operators import OperatorPricer
 from shardwise.cost.operators.sharded_inventory import even_sites
 from shardwise.cost.stages.base import LayerCost, StageBaseCost, UnlayeredCost, copy_for_stage, stage_base_cost
-from shardwise.cost.stages.gradients import MIN_GAIN, best_bucket_bytes, gradient_reduction_s, replica_reduction_s
+from shardwise.cost.stages.gradients import MIN_GAIN, HiddenCollectives, best_bucket_bytes, gradient_reduction_s, replica_reduction_s
 from shardwise.cost.stages.section_cache import CostClasses, SectionCache
 from shardwise.cost.stages.stage import StageCost, combine_stage_memory
 from shardwise.errors import Infeasible
@@ -54,6 +55,7 @@ class Pricer(OperatorPricer):
     cut_candidates: dict[tuple[int, bool], list[StageCut]] = field(default_factory=dict)  # cuts that are tried, by number
     send_bounds: dict[tuple[object, ...], float] = field(default_factory=dict)  # lower bounds of send times, by layout
     first_rank: int = 0  # first rank of this part of a heterogeneous cluster
+    is_plain_loop: bool = False  # the user's own loop instead of an engine
     _kinds: dict[tuple[object, ...], CostClasses] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], SectionCache] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class Pricer(OperatorPricer):
                 for i, base in bases:
                     place = base.first_equal, i // layout.pipeline
                     if place not in cache:
-                        after_s, inside = self._reduction_s(layout, i, base, base.compute, base.collectives, bucket_bytes)
+                        after_s, inside, _ = self._reduction_s(layout, i, base, base.compute, base.collectives, bucket_bytes)
                         cache[place] = layout.microbatches * inside.total + after_s
                 seconds = [cache[base.first_equal, i // layout.pipeline] for i, base in bases]
                 return max(sum(seconds[s] for s in mine) for mine in schedule.stages_of) if len(seconds) > 1 else seconds[0]
@@ -215,14 +217,14 @@ class Pricer(OperatorPricer):
             LayoutError: sites that the graph does not have, or not in order.
         """
         is_distinct = layout.residency.is_partial or schedule_of(layout).has_replicas  # equal stages may still differ
-        cache: dict[tuple[int, int], tuple[Seconds, Seconds, float, float]] = {}
+        cache: dict[tuple[int, int], StageCost] = {}
         bucket, stage_costs = self.bucket_size(layout, sites), []
         for i, base in self._bases_of(layout, sites, only):
             index = i if place is None else place
             key = (i, index) if is_distinct else (base.first_equal, index // layout.pipeline)
             if key not in cache:
                 cache[key] = self._seconds(layout, index, base, bucket)
-            stage_costs.append(StageCost(*cache[key], self._memory(layout, index, base, bucket), base.weight_s))
+            stage_costs.append(replace(cache[key], memory=self._memory(layout, index, base, bucket)))
         return tuple(stage_costs)
 
     def single_stage(self, layout: Layout) -> StageCost:
@@ -230,7 +232,7 @@ class Pricer(OperatorPricer):
         ((_, base),) = self._bases_of(layout, (), None)
         # The whole model's best bucket bounds what any bucket of the stages costs; without a pipeline it is the price itself.
         bucket = self.bucket_size(layout, (), MIN_GAIN if layout.pipeline == 1 else 0.0)
-        return StageCost(*self._seconds(layout, 0, base, bucket), NO_MEMORY, base.weight_s)
+        return self._seconds(layout, 0, base, bucket)
 
     def stage_memories(self, layout: Layout, sites: Sequence[str], only: Sequence[int]) -> tuple[StageMemory, ...]:
         """Return the memory of the stages `only`, without their seconds."""
@@ -283,12 +285,12 @@ class Pricer(OperatorPricer):
         return (
             *self._canonical_key(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
             layout.shard, layout.batch_norm, layout.shares, tuple(sites), self._pipeline_positions(layout), layout.begins,
-            layout.loss_chunks,
+            layout.loss_chunks, self.devices.fuses_products(layout),
         )  # fmt: skip
 
     def _pipeline_positions(self, layout: Layout) -> tuple[int, ...]:
         """[stage] -> its pipeline rank under the schedule; () if that does not affect costs."""
-        matters = layout.pipeline > 1 and self.devices.exposed_send_fraction
+        matters = layout.pipeline > 1 and self.devices.exposed_send_fraction(layout)
         return tuple([ranks[0] for ranks in schedule_of(layout).ranks_of]) if matters else ()
 
     def _first_equal(self, layout: Layout, split: Sequence[Stage], first: Sequence[int], places: Sequence[int]) -> Sequence[int]:
@@ -301,8 +303,8 @@ class Pricer(OperatorPricer):
             numbers.append(firsts.setdefault((first[i], distances), i))
         return numbers
 
-    def _seconds(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> tuple[Seconds, Seconds, float, float]:
-        """Return (compute, collectives) of a stage for one microbatch, and (gradient reduction, optimizer) of a step."""
+    def _seconds(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> StageCost:
+        """Return the cost of a stage without its memory."""
         busy, network = base.compute, base.collectives
         if layout.recomputes_layers:
             block = base.recomputed(layout.residency)
@@ -313,14 +315,17 @@ class Pricer(OperatorPricer):
         if layout.offloads_layers:
             busy = self.devices.copies(layout).with_copies(busy, self._state(layout, base, bucket).offloaded_bytes)
         optimizer = self._optimizer_s(layout, base)
-        summing, inside = self._reduction_s(layout, index, base, busy, network, bucket)
+        summing, inside, hidden = self._reduction_s(layout, index, base, busy, network, bucket)
         widths = self.devices.widths(layout)
         summing += replica_reduction_s(self, layout, index, base.gradient_volume, widths) + self._statistics_s(layout)
+        if self.is_plain_loop:
+            copied = plain_loop_copied_bytes(layout, base.state.num_trainable, widths, self.cluster.kind.shares_hosts)
+            summing += copied / self.devices.speed(layout).memory_bandwidth_bytes_per_s
         network += inside
         if network.total > 0:  # ranks synchronise inside layers
             waits = self.devices.layer_collectives(layout).wait_fraction
             network += Seconds(waits * busy.forward, waits * busy.backward)
-        return busy, network, summing, optimizer
+        return StageCost(busy, network, summing, optimizer, NO_MEMORY, base.weight_s, hidden)
 
     def _optimizer_s(self, layout: Layout, base: StageBaseCost) -> float:
         """Seconds of a stage's update."""
@@ -331,9 +336,9 @@ class Pricer(OperatorPricer):
 
     def _reduction_s(
         self, layout: Layout, index: int, base: StageBaseCost, busy: Seconds, network: Seconds, bucket: float
-    ) -> tuple[float, Seconds]:
-        """Return (exposed seconds of a stage's gradient reduction, exposed collectives of every microbatch), beside `busy` seconds of
-        compute and `network` seconds of collectives inside layers."""
+    ) -> tuple[float, Seconds, HiddenCollectives]:
+        """Return (exposed seconds of a stage's gradient reduction, exposed collectives of every microbatch, what is hidden), beside
+        `busy` seconds of compute and `network` seconds of collectives inside layers."""
         # Reductions of every chunk but the first overlap with the backward of the other chunks of p microbatches,
         backward_s = busy.backward + network.backward
         num_computes = layout.pipeline if index >= layout.pipeline else 1  # and gathers with the forward
@@ -364,12 +369,14 @@ class Pricer(OperatorPricer):
     def _memory(self, layout: Layout, index: int, base: StageBaseCost, bucket: float) -> StageMemory:
         state = replace(self._state(layout, base, bucket), bucket_bytes=bucket)
         defers_weights = (layout.recomputes_layers or layout.offloads_layers) and schedule_of(layout).splits_backward
-        return memory_of(
-            state, layout, index, self.devices.widths(layout),
-            scratch_bytes=self.cluster.device.scratch_bytes, optimizer_states=self.optimizer_states,
+        widths = self.devices.widths(layout)
+        memory = memory_of(
+            state, layout_as_held(layout) if self.is_plain_loop else layout, index, widths,
+            scratch_bytes=self.cluster.device.scratch_bytes + self.fused_workspace_bytes(layout), optimizer_states=self.optimizer_states,
             deferred_bytes=max(0.0, base.state.saved_bytes - state.saved_bytes) if defers_weights else 0.0,
             num_host_replicas=split_by_host(self.cluster, self.group(layout, DATA))[0].size if layout.compress != "none" else 1,
         )  # fmt: skip
+        return add_plain_loop(memory, state, layout, widths, self.cluster.kind.shares_hosts) if self.is_plain_loop else memory
 
     def boundary_bytes(self, layout: Layout, values: Sequence[str]) -> float:
         """Return the bytes of `values` for one microbatch, summed over data replicas."""

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.frameworks.deepspeed import values_of_layout
+from shardwise.frameworks.eight_bit import TENSORS, read_format, read_recipe_of_key
 from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, shard_within_hosts, write_rows
 from shardwise.frameworks.texts import write_json, write_yaml
 from shardwise.plan.layout import Layout
 
 _PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+_EIGHT_BIT_BACKENDS = {"AO": "tensorwise", "TORCHAO": "tensorwise", "TE": "delayed", "MSAMP": "msamp"}
 _STRATEGIES = {
     "full_shard": 3,
     "shard_grad_op": 2,
@@ -36,7 +38,8 @@ _UNPRICED = {
     "adapter": "all weights are priced as trained",
     "load_in_4bit": "weights are priced in 16 bits",
     "load_in_8bit": "weights are priced in 16 bits",
-    "fp8": "8-bit products are not priced",
+    "enable_fsdp_float8_all_gather": "weights are gathered in 16 bits",
+    "fp8_enable_fsdp_float8_all_gather": "weights are gathered in 16 bits",
     "activation_offloading": "see offload=activations",
     "fsdp_activation_checkpointing_offload": "see offload=activations",
     "tiled_mlp": "tiles of the feed-forward are not priced",
@@ -115,7 +118,7 @@ def _read_sizes(keys: ConfigurationKeys, words: Words, *names: tuple[str, str]) 
 ACCELERATE_ROWS = (
     KeyRow("tensor", "parallelism_config_tp_size", 1, aliases=("tp_size",)),
     KeyRow("context", "parallelism_config_cp_size", 1, aliases=("cp_size",)),
-    KeyRow("precision", "mixed_precision", "float32", {**_PRECISION}, always=True),
+    KeyRow("precision", "mixed_precision", "float32", {**_PRECISION, TENSORS: "fp8"}, always=True),
     KeyRow("compile", "dynamo_config.dynamo_backend", "off", {"on": "INDUCTOR", "off": "no"}),
     KeyRow("microbatches", "gradient_accumulation_steps", 0),
 )
@@ -133,6 +136,8 @@ def read_accelerate(keys: ConfigurationKeys, words: Words) -> None:
     words["microbatches"] = words.get("microbatches") or 1
     if not keys.has("mixed_precision"):  # of a trainer's arguments beside it
         words["precision"] = "bfloat16" if keys.take_flag("bf16") else "float16" if keys.take_flag("fp16") else "float32"
+    if words["precision"] == TENSORS:
+        _read_eight_bit(keys, words, "mixed_precision")
     words["sequence"] = words.get("sequence") or keys.take_number(*_SEQUENCE)
     words["model"] = words.get("model") or keys.take("model_name_or_path") or ""
     is_fsdp = str(keys.take("distributed_type", default="")).upper() in ("FSDP", "DEEPSPEED")
@@ -149,12 +154,29 @@ def read_accelerate(keys: ConfigurationKeys, words: Words) -> None:
     )
 
 
+def _read_eight_bit(keys: ConfigurationKeys, words: Words, key: str) -> None:
+    """Read the backend of Accelerate's 8-bit products, torchao's where none is named, and its options."""
+    backend = str(keys.take("fp8_config.backend", "fp8_backend", default="AO")).upper()
+    if backend == "TE" and keys.take_flag("fp8_config.use_mxfp8_block_scaling", "use_mxfp8_block_scaling"):
+        backend = "mxfp8"
+    named = keys.find("fp8_config.backend", "fp8_backend")
+    form = str(keys.take("fp8_config.fp8_format", default="HYBRID"))
+    if read_recipe_of_key(keys, words, named[0] if named else key, _EIGHT_BIT_BACKENDS.get(backend, backend)):
+        read_format(keys, "fp8_config.fp8_format", form)
+    keys.take(*(f"fp8_config.{name}" for name in _SCALE_OPTIONS))
+
+
+_SCALE_OPTIONS = ("amax_history_len", "amax_compute_algo", "margin", "interval", "use_autocast_during_eval", "pad_inner_dim")
+
+
 def _write_accelerate(request: ExportRequest) -> Mapping[str, str]:
     layout, words = request.layout, request.words
     words["microbatches"] = 0
     values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "num_machines": max(1, layout.num_ranks // 8)}
     values |= {"num_processes": layout.num_ranks, "machine_rank": 0, "main_training_function": "main", "use_cpu": False}
     values |= write_rows(ACCELERATE_ROWS[2:4], words)
+    if layout.precision == TENSORS:
+        values["fp8_config.backend"] = "AO"
     values["distributed_type"] = "DEEPSPEED" if layout.zero == 1 else "FSDP" if layout.zero else "MULTI_GPU"
     if layout.zero == 1:
         values |= {"deepspeed_config.zero_stage": 1, "deepspeed_config.gradient_accumulation_steps": layout.microbatches}
@@ -213,6 +235,8 @@ def _notes_accelerate(request: ExportRequest) -> list[str]:
         notes.append(
             f"microbatches={layout.microbatches} is said in the script: Accelerator(gradient_accumulation_steps={layout.microbatches})"
         )
+    if layout.precision == TENSORS:
+        notes.append("torchao leaves the first and the last linear layer in 16 bits")
     if layout.zero == 1:
         notes.append("DeepSpeed clips gradients at a norm of 1.0 by default: deepspeed_config.gradient_clipping says another")
     if layout.zero == 2:
@@ -228,7 +252,7 @@ ACCELERATE = Framework(
     rows=ACCELERATE_ROWS,
     says={
         "data": None, "tensor": None, "context": None, "microbatches": None, "shard": None, "zero": (0, 1, 2, 3),
-        "precision": tuple(_PRECISION),
+        "precision": (*_PRECISION, TENSORS),
         "recompute": ("none", "full"), "attention": ("gather", "ring", "ulysses"), "compile": ("off", "on"),
         "offload": ("none", "optimizer"),
     },
@@ -251,6 +275,8 @@ def read_trainer(keys: ConfigurationKeys, words: Words) -> None:
     micro = keys.take_number("micro_batch_size") if not keys.has("per_device_train_batch_size") else 0
     words["micro_batch"] = micro or words["micro_batch"]
     words["precision"] = "bfloat16" if keys.take_flag("bf16") else "float16" if keys.take_flag("fp16") else "float32"
+    if keys.take_flag("fp8"):  # LLaMA-Factory's
+        _read_eight_bit(keys, words, "fp8")
     mode = str(keys.take("cp_mode", default="ulysses"))
     words["attention"] = mode if mode in ("ulysses", "ring") else "gather"
     read_fsdp(keys, words)
@@ -343,6 +369,8 @@ def read_axolotl(keys: ConfigurationKeys, words: Words) -> None:
     bf16 = str(keys.take("bf16", "bfloat16", default="auto")).lower()  # its default: where the GPU has it
     fp16 = str(keys.take("fp16", default=False)).lower()
     words["precision"] = "float16" if fp16 == "true" else "float32" if bf16 in ("false", "none") else "bfloat16"
+    if keys.take_flag("fp8"):
+        _read_eight_bit(keys, words, "fp8")
     words["attention"] = "ring"
     words["_expert_multiplies"] = True
     _read_sizes(keys, words, ("dp_replicate_size", "dp_shard_size"))
@@ -367,7 +395,9 @@ def _write_axolotl(request: ExportRequest) -> Mapping[str, str]:
         values["deepspeed"] = "deepspeed_configs/zero1.json"
     if layout.recompute == "full":
         values["gradient_checkpointing"] = True
-    values["bf16"] = layout.precision == "bfloat16"
+    values["bf16"] = layout.precision in ("bfloat16", TENSORS)
+    if layout.precision == TENSORS:
+        values["fp8"] = True
     if layout.precision == "float16":
         values["fp16"] = True
     if layout.context > 1:
@@ -392,7 +422,7 @@ AXOLOTL = Framework(
     name="axolotl", title="Axolotl", file_name="axolotl.yaml", signs=("base_model", "sequence_len"), rows=AXOLOTL_ROWS,
     says={
         "data": None, "tensor": None, "context": None, "expert": None, "microbatches": None, "shard": None, "zero": (0, 1, 2, 3),
-        "precision": tuple(_PRECISION), "recompute": ("none", "full"), "attention": ("ring",), "compile": ("off", "on"),
+        "precision": (*_PRECISION, TENSORS), "recompute": ("none", "full"), "attention": ("ring",), "compile": ("off", "on"),
     },
     loses=_LOSES, read=read_axolotl, write=_write_axolotl, check=_check_axolotl,
     notes=lambda request: [f"started on {request.layout.num_ranks} GPUs"], unpriced=_UNPRICED, clip_key="max_grad_norm",

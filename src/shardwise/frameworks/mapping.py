@@ -13,7 +13,7 @@ from math import gcd
 from typing import Any
 
 from shardwise.errors import Infeasible, LayoutError, UsageError
-from shardwise.plan.ir.precision import MIXED
+from shardwise.plan.ir.precision import MIXED, PRECISIONS
 from shardwise.plan.layout import DEFAULTS, KEYS, Layout
 from shardwise.plan.residency import strip_layers
 
@@ -275,6 +275,10 @@ def export_layout(framework: Framework, request: ExportRequest) -> ExportedConfi
                 )
         if value == DEFAULTS[key] or _can_say(framework, key, value):
             continue
+        if key == "precision" and PRECISIONS[value].linear_dtype and _can_say(framework, key, _BFLOAT16):
+            lost.append(LostKey(key, value, MIXED, "it has no word for this recipe of products in 8 bits"))
+            layout, precision = replace(layout, precision=_BFLOAT16), MIXED
+            continue
         if key in losses:
             instead, why = losses[key]
             lost.append(LostKey(key, value, instead, why))
@@ -414,12 +418,14 @@ def _layout_of_words(framework: Framework, words: Words) -> tuple[Layout, int, l
         notes.append(f"experts over {expert} ranks, tensor ranks among them, have no word of ours: expert={shared} is priced")
         expert = shared
     chosen = _layout_keys({**words, "data": data, "microbatches": microbatches, "expert": expert})
-    if chosen.get("compile") == "on":
+    for key, instead in (("compile", "off"), ("precision", _BFLOAT16)):
+        is_special = chosen.get(key) == "on" or getattr(PRECISIONS.get(str(chosen.get(key))), "linear_dtype", "")
         try:
             return Layout(**chosen), micro, notes
         except LayoutError as error:
-            notes.append(f"compiled, which is not priced: {error}")
-            chosen["compile"] = "off"
+            if is_special:
+                notes.append(f"{key}={chosen[key]} is not priced: {error}")
+                chosen[key] = instead
     return Layout(**chosen), micro, notes
 
 

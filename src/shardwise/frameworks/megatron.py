@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.frameworks.eight_bit import TENSORS, read_format, read_recipe_of_key
 from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, write_rows
 from shardwise.frameworks.texts import write_yaml
 from shardwise.plan.residency import strip_layers
@@ -37,9 +38,7 @@ MODEL = (
 )
 ROWS = (*SIZES, *MODEL)
 _UNPRICED = {
-    "fp8_format": "8-bit products of this recipe are not priced: products are in 16 bits",
-    "fp8": "8-bit products of this recipe are not priced",
-    "fp8_recipe": "8-bit products of this recipe are not priced",
+    "first_last_layers_bf16": "all layers' products are in 8 bits",
     "fp8_param_gather": "weights are gathered in 16 bits",
     "grad_reduce_in_bf16": "gradients are reduced in 32 bits",
     "grad_reduce_in_fp32": "gradients are reduced in 32 bits",
@@ -68,6 +67,7 @@ def read_megatron(keys: ConfigurationKeys, words: Words) -> None:
     """Read what is no single key."""
     words["zero"] = _read_zero(keys)
     words["precision"] = _read_precision(keys)
+    _read_eight_bit(keys, words)
     _read_recompute(keys, words)
     keys.take("disable_bias_linear", "untie_embeddings_and_output_weights", "group_query_attention")
     _read_chunks(keys, words)
@@ -101,11 +101,24 @@ def _read_precision(keys: ConfigurationKeys) -> str:
     kind = str(keys.take("params_dtype", "dtype", default=""))
     is_bf16 = keys.take_flag("bf16", "bf16.enabled") or "bf16" in recipe or "bfloat16" in kind or "fp8" in recipe or "nvfp4" in recipe
     is_fp16 = keys.take_flag("fp16", "fp16.enabled") or "fp16" in recipe or "float16" in kind.replace("bfloat16", "")
-    if any(word in recipe for word in ("fp8", "mx", "fp4")):
-        why = f"products in {recipe} are not priced: products are in 16 bits"
-        keys.leave("mixed_precision", why)
-        keys.leave("mixed_precision._perf_precision", why)
     return "bfloat16" if is_bf16 else "float16" if is_fp16 else "float32"
+
+
+def _read_eight_bit(keys: ConfigurationKeys, words: Words) -> None:
+    """Read a recipe of 8-bit products: by its arguments, whose recipe is `delayed` by default, or by the name of a mixed precision."""
+    for name in ("mixed_precision._perf_precision", "mixed_precision", "plugins", "precision"):
+        text = str(keys.values[keys.find(name)[0]]) if keys.find(name) else ""
+        if any(word in text.lower() for word in ("fp8", "mx", "fp4")):
+            keys.take(name)
+            read_recipe_of_key(keys, words, name, text)
+            return
+    form = str(keys.take("fp8_format", "fp8", default=""))
+    recipe = str(keys.take("fp8_recipe", default="delayed"))
+    keys.take("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin", "fp8_interval", "transformer_impl")
+    if form and form.lower() not in ("false", "none"):
+        name = "fp8_recipe" if keys.has("fp8_recipe") else "fp8_format" if keys.has("fp8_format") else "fp8"
+        if read_recipe_of_key(keys, words, name, recipe) and name != "fp8_format":
+            read_format(keys, "fp8_format" if keys.has("fp8_format") else "fp8", form)
 
 
 def _read_recompute(keys: ConfigurationKeys, words: Words) -> None:
@@ -159,6 +172,8 @@ def values_of_request(request: ExportRequest) -> dict[str, Any]:
         values |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy, "use_distributed_optimizer": True}
     if layout.precision in ("bfloat16", "float16"):
         values["bf16" if layout.precision == "bfloat16" else "fp16"] = True
+    if layout.precision == TENSORS:
+        values |= {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
     if layout.chunks > 1:
         values["num_virtual_stages_per_pipeline_rank"] = layout.chunks
     kind, count = strip_layers("recompute", layout.recompute), layout.recompute.partition(":")[2]
@@ -204,6 +219,8 @@ def _notes_megatron(request: ExportRequest) -> list[str]:
     if not request.sizes:
         notes.append("the model's own arguments (--num-layers and others) are not in it: add those of your model")
     notes.append("set here: gradients are reduced in 32 bits, its default; --overlap-grad-reduce hides them, off by default")
+    if layout.precision == TENSORS:
+        notes.append("its output layer stays in 16 bits, and TransformerEngine's layers are used (--transformer-impl, its default)")
     if layout.expert > 1 and layout.tensor > 1:
         notes.append("experts are cut by tensor as well: expert-tensor-parallel-size is tensor-model-parallel-size by default")
     if layout.zero > 1:
@@ -254,7 +271,11 @@ _DDP = (
     "overlap_param_gather",
     "num_distributed_optimizer_instances",
 )
-_BRIDGE_NAMES = {"num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size", "num_experts": "num_moe_experts"}
+_BRIDGE_NAMES = {
+    "fp8_format": "fp8",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "num_experts": "num_moe_experts",
+}
 _NOT_BRIDGE = (  # a recipe has its model already
     "no_gradient_accumulation_fusion", "ckpt_format", "no_rope_fusion", "swiglu", "group_query_attention", "disable_bias_linear",
     "normalization", "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights", "vocab_size",
@@ -277,7 +298,7 @@ def _write_recipe(request: ExportRequest) -> Mapping[str, str]:
 _SAYS: dict[str, tuple[Any, ...] | None] = {
     "data": None, "tensor": None, "pipeline": None, "microbatches": None, "context": None, "expert": None, "chunks": None, "segment": None,
     "shard": None,
-    "schedule": ("1f1b", "interleaved"), "zero": (0, 1, 2, 3), "precision": ("float32", "bfloat16", "float16"),
+    "schedule": ("1f1b", "interleaved"), "zero": (0, 1, 2, 3), "precision": ("float32", "bfloat16", "float16", TENSORS),
     "recompute": ("none", "selective", "full", "full:N"), "sequence_parallel": ("off", "on"), "offload": ("none", "optimizer"),
     "attention": ("ring", "gather", "ulysses"), "neighbours": ("branch", "pipeline"),
 }  # fmt: skip

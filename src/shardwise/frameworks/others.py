@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.frameworks.eight_bit import read_recipe_of_key
 from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, shard_within_hosts, write_rows
 from shardwise.frameworks.texts import write_yaml
 from shardwise.plan.ir.grid import parse_grid
@@ -123,6 +124,9 @@ _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3
 
 def read_lightning(keys: ConfigurationKeys, words: Words) -> None:
     """Read strategy and sizes."""
+    if "transformer-engine" in (precision := str(keys.take("trainer.precision", "precision", default=""))):
+        read_recipe_of_key(keys, words, "precision", precision)
+        keys.notes.append("transformer-engine keeps no 32-bit copy of the weights there: weights with one are priced")
     strategy = str(keys.take("strategy.class_path", "trainer.strategy", "strategy", "Trainer.strategy", default="ddp"))
     nodes = keys.take_number("num_nodes", default=1)
     devices = keys.take("trainer.devices", "devices", "Trainer.devices")

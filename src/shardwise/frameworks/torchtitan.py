@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.frameworks.eight_bit import find_recipe, read_recipe_of_key
 from shardwise.frameworks.mapping import ConfigurationKeys, ExportRequest, Framework, KeyRow, Words, write_rows
 from shardwise.frameworks.stage_tables import NAMED_TABLES, schedule_of_table, write_table
 
@@ -26,9 +27,8 @@ _UNPRICED = {
     "parallelism.pipeline_parallel_last_stage_less_layers": "stages are cut by their prices",
     "parallelism.module_fqns_per_model_part": "stages are cut by their prices",
     "activation_checkpoint.selective_ac_option": "which products are saved is not priced",
-    "quantize": "8-bit products of this recipe are not priced",
-    "float8": "8-bit products of this recipe are not priced",
-    "converters": "8-bit products are not priced",
+    "filter_fqns": "all linear layers are priced in 8 bits",
+    "enable_fsdp_float8_all_gather": "weights are gathered in 16 bits",
 }
 
 
@@ -60,12 +60,32 @@ def read_torchtitan(keys: ConfigurationKeys, words: Words) -> None:
     words["precision"] = _TITAN_PRECISION.get(kind, "bfloat16")
     if not is_sharded and not keys.has("training.mixed_precision_param"):
         words["precision"] = "bfloat16"
+    _read_eight_bit(keys, words)
     _read_recompute(keys, words)
     _read_schedule(keys, words)
     _read_batch(keys, words)
     config = str(keys.take("config", "model.flavor", "model_spec.model_registry", "model_registry", default=""))
     keys.take("module", "model.name", "model_spec")
     words["model"] = words.get("model") or _ZOO.get(config, "")
+
+
+def _read_eight_bit(keys: ConfigurationKeys, words: Words) -> None:
+    """Read the converters of linear layers: torchao's recipe is `tensorwise` where a file of before names none, `rowwise` in a registry."""
+    name = next((name for name in ("model.converters", "converters", "quantization", "enable_float8_linear") if keys.has(name)), "")
+    value = keys.take(name) if name else None
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+    recipe = keys.take(
+        "float8.recipe_name", "Float8LinearConverter.Config.recipe_name", "converters.recipe_name", "quantization.recipe_name"
+    )
+    is_float8 = "float8" in text.lower() or (name == "enable_float8_linear" and value not in (False, "false"))
+    keys.take("precompute_float8_dynamic_scale_for_fsdp", "model_compile_enabled", "force_recompute_fp8_weight_in_bwd")
+    if is_float8:
+        default = "rowwise" if "Float8LinearConverter" in text else "tensorwise"
+        shown = keys.find("float8.recipe_name", "Config.recipe_name", "converters.recipe_name")
+        read_recipe_of_key(keys, words, shown[0] if shown else name, str(recipe or default))
+    if name and any(word in text.lower() for word in ("mx", "fp4")):
+        key = keys.find(name)[0]
+        keys.leave(key, f"{find_recipe(text).difference} ({text}) is no recipe of ours: precision={words['precision']} is priced")
 
 
 def _read_recompute(keys: ConfigurationKeys, words: Words) -> None:

@@ -19,7 +19,8 @@ from shardwise.cluster.heterogeneous import reorder_parts
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.balance import select_cuts
 from shardwise.cost.step_time.heterogeneous import HeterogeneousPricer, build_pricer
-from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble, price, simulate_time, simulate_timeline, step_timeline
+from shardwise.cost.step_time.predicted_timeline import step_timeline
+from shardwise.cost.step_time.timing import PricedLayout, has_fill_drain_bubble, price, simulate_time, simulate_timeline
 from shardwise.errors import Infeasible, UsageError
 from shardwise.model.batch.additive import analyze_additivity, describe_microbatch_couplings
 from shardwise.model.batch.samples import check_samples, misplaced_samples_reason
@@ -82,10 +83,12 @@ def search(  # noqa: PLR0913
     shards: Mapping[str, Shards] | None = None,
     stages: Sequence[str] = (),
     optimizer_states: int = 2,
+    is_plain_loop: bool = False,
 ) -> Plan:
     """Choose a plan for `batch_size` samples a step, or price `layout` as it is (with `shards` and `stages` where they are given).
 
     Args:
+        is_plain_loop: priced for the user's own loop (`cost/memory/plain_loop`), not for an engine.
         constraints: text as `parse_constraints` reads it. objective: time, cost (device hours), energy (the same, in power), memory.
 
     Raises:
@@ -99,7 +102,9 @@ def search(  # noqa: PLR0913
         check_objective(objective)
 
         def pricer_on(machines: Cluster) -> Pricer:
-            return build_pricer(graph, machines, batch_size, optimizer_states, shards)
+            pricer = build_pricer(graph, machines, batch_size, optimizer_states, shards)
+            pricer.is_plain_loop = is_plain_loop
+            return pricer
 
         samples_note = misplaced_samples_reason(graph)
         limits = constraints_for_samples(constraints, samples_note)

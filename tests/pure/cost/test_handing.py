@@ -24,7 +24,7 @@ LAYOUTS = ("data=2 pipeline=8", "data=4 pipeline=4", "pipeline=4", "data=8 pipel
 
 def handed_on_s(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> float:
     """Seconds of one microbatch, both ways, of all that these stages send, by each link."""
-    exposed = pricer.devices.exposed_send_fraction
+    exposed = pricer.devices.exposed_send_fraction(layout)
     sends = [(stage.index, to, values) for stage in pricer.stages_at(sites) for to, values in stage.sends]
     return sum(2 * exposed * stage_send_s(pricer, layout, stage, to, values) for stage, to, values in sends)
 

@@ -182,7 +182,7 @@ enable = false
 """
 # file, its text, devices (0: in the file), layout, samples a step
 CASES = [
-    ("h01.sh", LLAMA_SCRIPT, 0, "data=8 zero=1 microbatches=16 precision=bfloat16", 128),
+    ("h01.sh", LLAMA_SCRIPT, 0, "data=8 zero=1 microbatches=16 precision=float8", 128),
     ("h02.args", MIXTRAL, 32, "data=8 expert=8 pipeline=4 microbatches=32 zero=1 precision=bfloat16", 256),
     ("h03.args", GPT3, 128, "data=1 tensor=8 pipeline=16 microbatches=1536 precision=float16", 1536),
     ("h04.sh", FSDP_SCRIPT, 0, "data=8 zero=3 microbatches=16 precision=bfloat16", 128),
@@ -230,7 +230,7 @@ def test_a_registry_has_several_recipes_and_follows_their_calls(tmp_path: Path) 
     read = read_configuration(path, recipe="llama3_70b", devices=64)
     assert str(read.layout) == "data=8 tensor=8 pipeline=1 zero=3 recompute=full precision=bfloat16 sequence_parallel=on"
     assert (read.model, read.sequence, read.micro_batch) == ("llama-70b", 8192, 1)
-    assert "8-bit" in next(why for key, _, why in read.unpriced if key == "override.converters")
+    assert "block of 32" in next(why for key, _, why in read.unpriced if key == "override.converters")
 
 
 def test_what_is_not_priced_is_listed_with_its_reason(tmp_path: Path) -> None:
@@ -239,7 +239,8 @@ def test_what_is_not_priced_is_listed_with_its_reason(tmp_path: Path) -> None:
     read = read_configuration(path)
     reasons = {key: why for key, _, why in read.unpriced}
     assert "32 bits" in reasons["grad_reduce_in_bf16"]
-    assert "16 bits" in reasons["fp8_format"]
+    assert "scales are of steps before" in reasons["fp8_format"]  # `delayed`, its default
+    assert "16 bits" in reasons["fp8_param_gather"]
     assert reasons["overlap_grad_reduce"] == ""
     assert "tensor_model_parallel_size" not in reasons
 

@@ -16,7 +16,7 @@ from shardwise.plan.layout import Layout
 LAYERS, SEQUENCE, WANTED, TRIES = 32, 2048, 200, 6000
 CHOICES: dict[str, tuple[Any, ...]] = {
     "data": (1, 2, 4, 8), "tensor": (1, 1, 2, 4), "pipeline": (1, 1, 2, 4), "context": (1, 1, 2), "expert": (1, 1, 2, 4),
-    "microbatches": (1, 2, 4, 8), "zero": (0, 1, 2, 3), "precision": ("float32", "bfloat16", "float16", "float64"),
+    "microbatches": (1, 2, 4, 8), "zero": (0, 1, 2, 3), "precision": ("float32", "bfloat16", "float16", "float64", "float8", "float8-rows"),
     "recompute": ("none", "full", "selective", "full:2"), "sequence_parallel": ("off", "on"), "grid": ("", "2x2", "1x2x2"),
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "breadth-first"), "attention": ("ring", "gather", "ulysses"),
     "offload": ("none", "optimizer"), "compile": ("off", "on"), "segment": (1, 2), "neighbours": ("branch", "pipeline"),

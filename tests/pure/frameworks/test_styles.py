@@ -195,28 +195,28 @@ srun accelerate launch --config_file zero.yaml train.py \\
 """
 # name of the file, its text, devices (0: in the file), layout, samples a step, keys that are told as not priced
 STYLES = [
-    ("llama3_405b.toml", TITAN, 512, "data=64 tensor=8 zero=3 shard=32 precision=bfloat16 sequence_parallel=on", 128,
-     ("model.converters", "activation_checkpoint.mode", "float8.enable_fsdp_float8_all_gather",
+    ("llama3_405b.toml", TITAN, 512, "data=64 tensor=8 zero=3 shard=32 precision=float8 sequence_parallel=on", 128,
+     ("activation_checkpoint.mode", "float8.enable_fsdp_float8_all_gather", "float8.filter_fqns",
       "parallelism.enable_async_tensor_parallel")),
     ("run_train.sh", TITAN_PIPELINE, 0,
-     "data=2 tensor=8 pipeline=4 microbatches=8 schedule=interleaved chunks=2 precision=bfloat16 sequence_parallel=on", 16,
+     "data=2 tensor=8 pipeline=4 microbatches=8 schedule=interleaved chunks=2 precision=float8 sequence_parallel=on", 16,
      ()),
     ("pretrain.sh", MEGATRON, 0,
      "data=2 tensor=8 pipeline=8 zero=1 microbatches=192 schedule=interleaved chunks=4 sequence_parallel=on recompute=selective "
-     "precision=bfloat16", 768, ("fp8_format", "fp8_recipe")),
+     "precision=float8", 768, ("fp8_format", "fp8_recipe")),
     ("ds_config.json", DEEPSPEED, 16, "data=16 zero=3 precision=bfloat16 offload=optimizer", 64,
      ("train_batch_size", "gradient_accumulation_steps", "zero_optimization.offload_param.device",
       "zero_optimization.zero_quantized_weights")),
     ("fsdp1.yaml", ACCELERATE_OLD, 0, "data=32 zero=3 shard=8 precision=bfloat16", 32, ()),
-    ("fp8.yaml", ACCELERATE_8_BIT, 0, "data=8 precision=bfloat16", 8, ("mixed_precision", "fp8_config.fp8_format")),
+    ("fp8.yaml", ACCELERATE_8_BIT, 0, "data=8 precision=float8", 8, ("fp8_config.backend",)),
     ("nanotron.yaml", NANOTRON, 0,
      "data=16 tensor=4 pipeline=2 zero=1 microbatches=8 recompute=full precision=bfloat16 sequence_parallel=on", 256, ()),
-    ("axolotl.yml", AXOLOTL, 0, "data=8 context=4 attention=ring zero=3 microbatches=4 recompute=full precision=bfloat16", 32,
-     ("fp8", "optimizer", "fsdp_config.offload_params")),
+    ("axolotl.yml", AXOLOTL, 0, "data=8 context=4 attention=ring zero=3 microbatches=4 recompute=full precision=float8", 32,
+     ("optimizer", "fsdp_config.offload_params")),
     ("recipe.py", NEMO, 0,
      "data=4 tensor=4 pipeline=4 context=2 attention=ring zero=1 microbatches=128 schedule=interleaved chunks=5 sequence_parallel=on "
-     "precision=bfloat16", 512, ("plugins",)),
-    ("fit.yaml", LIGHTNING, 0, "data=16 zero=3 shard=8 microbatches=4 recompute=full precision=bfloat16", 256, ("trainer.precision",)),
+     "precision=float8", 512, ("plugins",)),
+    ("fit.yaml", LIGHTNING, 0, "data=16 zero=3 shard=8 microbatches=4 recompute=full precision=float8", 256, ("trainer.precision",)),
     ("job.sh", TRAINER, 0, "data=32 zero=2 microbatches=16 recompute=full precision=bfloat16", 1024, ("optim",)),
 ]  # fmt: skip
 

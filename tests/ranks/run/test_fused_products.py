@@ -24,7 +24,9 @@ from shardwise.zoo.resolve import resolve
 
 MODEL = "llama:vocabulary=60,sequence={},hidden=64,layers=1,heads=4,kv_heads=2,inner=96"
 FORWARD, BACKWARD = "gather_and_multiply", "multiply_and_scatter"
-CASES = [  # sequence, layout, calls of each operator in two steps, at least: two sites
+# Calls of each operator in two steps. Two sites: the feed-forward of the layer, and the head, which is outside of the layer and not
+# recomputed. The first layer's attention reads the embedding whole: nothing is gathered for it.
+CASES = [  # sequence, layout, calls
     (256, "tensor=2 sequence_parallel=on precision=float64", {FORWARD: 4, BACKWARD: 4}),
     (256, "tensor=2 sequence_parallel=on precision=float64 recompute=full", {FORWARD: 6, BACKWARD: 4}),
     (255, "tensor=2 sequence_parallel=on precision=float64", {}),  # uneven pieces: plain collectives
@@ -94,8 +96,7 @@ def test_steps_with_fused_products_equal_serial(ranks: Callable[..., list[Any]])
     for *cases, _ in of_ranks:
         for (difference, calls), case in zip(cases, CASES, strict=True):
             assert difference < 1e-9, case
-            assert calls.keys() == case[2].keys(), case
-            assert all(calls[name] >= n for name, n in case[2].items()), case
+            assert calls == case[2], case
     assert max(of_rank[-1][0] for of_rank in of_ranks) > 1e-9
 
 

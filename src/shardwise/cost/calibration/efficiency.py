@@ -26,6 +26,7 @@ from shardwise.units import format_percent
 TORCH = "torch"  # efficiency set of catalogue devices: torch kernels, NCCL, a fused optimizer, 16-bit weights and activations
 EAGER = "eager"  # efficiency set of a locally measured GPU: the same under autocast, in eager mode unless compiled
 SERIAL = "serial"  # as torch, without communication beside compute
+SYMMETRIC = "torch-symmetric"  # as torch, with products and tensor collectives fused over symmetric memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,13 @@ class EfficiencySet:
     those of bfloat16; `accumulate_bytes`: moved per parameter and microbatch to accumulate them; `optimizer_bytes`: moved per parameter
     and step. `overlap`: fraction of the last backward that gradient reduction overlaps with; overlapped communication takes `contention`
     of its own time from compute, since both share the device. `exposed_sends`: fraction of a stage's transfers that its rank waits for;
-    `scatters_sends`: each tensor rank sends a shard, not all. `step_s`: the rest of a step. `spread`: relative standard deviation of
-    ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, the fraction of memory bandwidth by kind of kernel;
-    `convolution`: FLOP/s of convolutions by precision, all included; without it they run at the rate of products. `float8_products`:
-    products of a float8-rows linear layer's three that are 8-bit: 2 if its weights' gradients are 16-bit, else 3 (as of float8);
-    `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
+    `hides_chunk_sends`: none of them where ranks have several chunks, behind whose compute they run. `scatters_sends`: each tensor rank
+    sends a shard, not all. `all_reduces`: ZeRO-1 sums whole gradients, in float32. `fused_share`: fraction that shows of a tensor
+    collective that runs fused with a product (`world/fused_products`), 1 where none does. `step_s`: the rest of a step. `spread`: relative
+    standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, and always without autocast, the
+    fraction of memory bandwidth by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included; without it they run
+    at the rate of products. `float8_products`: products of a float8-rows linear layer's three that are 8-bit: 2 if its weights' gradients
+    are 16-bit, else 3 (as of float8); `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
     """
 
     name: str
@@ -144,6 +147,9 @@ class EfficiencySet:
     contention: float = 0.0
     exposed_sends: float = 1.0
     scatters_sends: bool = True
+    all_reduces: bool = False
+    hides_chunk_sends: bool = False
+    fused_share: float = 1.0
     step_s: float = 1e-3
     spread: float = 0.0
     float8_products: int = 2
@@ -173,7 +179,7 @@ class EfficiencySet:
 
     def describe_source(self, device: Device, precision: str) -> str:
         """Describe the origin of the figures for readers of a plan."""
-        if self.name not in (TORCH, EAGER):
+        if self.name not in (TORCH, EAGER, SYMMETRIC):
             return f"{self.name}: of another framework, not of what shardwise runs; they were asked for by name"
         reached = format_percent(self.matmul * self.sustained)
         origin = f"as measured on {self.device}" if self.device else f"assumed, since none was measured on {device.name}"

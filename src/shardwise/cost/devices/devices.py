@@ -50,13 +50,15 @@ def gradient_bytes(layout: Layout) -> float:
 @dataclass(frozen=True, slots=True)
 class LayerCollectives:
     """Collectives inside layers: their time relative to the library's own, the exposed fraction of those of backward, the added time until
-    all ranks arrive, the fraction by which compute grows from waiting, and the fraction of ring traffic that may overlap with compute."""
+    all ranks arrive, the fraction by which compute grows from waiting, the fraction of ring traffic that may overlap with compute, and the
+    fraction that shows of what runs fused with products: gathers of forward and scatters of backward over tensor ranks."""
 
     slowdown: float = 1.0
     exposed_backward: float = 1.0
     rendezvous_s: float = 0.0
     wait_fraction: float = 0.0
     ring_overlap: float = 0.0  # none on CPUs, where it takes the cores that compute
+    fused_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,18 @@ class Devices(ABC):
         """Fraction of a microbatch that all-gathers of ZeRO-3 and reduce-scatters of ZeRO-2 overlap with."""
         return 0.0
 
-    @property
-    def exposed_send_fraction(self) -> float:
+    def exposed_send_fraction(self, layout: Layout) -> float:
         """Fraction of a stage's transfers that its rank waits for, beyond what the schedule shows."""
         return 0.0
+
+    def fuses_products(self, layout: Layout) -> bool:
+        """Return whether column-cut linear layers run fused with their collectives (`world/fused_products`)."""
+        return False
+
+    @property
+    def all_reduces(self) -> bool:
+        """Return whether ZeRO-1 sums whole gradients, in float32."""
+        return False
 
     @property
     def scatters_sends(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster.cluster import Device, Speed
-from shardwise.cost.calibration.efficiency import SERIAL, TORCH, EfficiencySet
+from shardwise.cost.calibration.efficiency import SERIAL, SYMMETRIC, TORCH, EfficiencySet
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths, gradient_bytes
 from shardwise.cost.devices.kernel_memory import KernelMemory
@@ -23,6 +23,7 @@ from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_lau
 from shardwise.model.strides.autocast_dtypes import CAST
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
+from shardwise.schedules import schedule_of
 
 AUTOCAST = "bfloat16"
 WEIGHT_CAST_BYTES = 6.0  # of a parameter: read in 32 bits and written in 16, and its gradient the other way
@@ -63,7 +64,7 @@ class Gpus(Devices):
 
         Other software, which has sets of its own, has 16-bit weights under that name.
         """
-        return layout.precision == AUTOCAST and self.stack.name in (TORCH, SERIAL)
+        return layout.precision == AUTOCAST and self.stack.name in (TORCH, SERIAL, SYMMETRIC)
 
     def cast_mode(self, layout: Layout) -> str:
         return CAST if self.casts_weights(layout) else super().cast_mode(layout)
@@ -112,7 +113,15 @@ class Gpus(Devices):
         return HostCopies(1 / HOST_BYTES_PER_S, overlap_compute=True)
 
     def layer_collectives(self, layout: Layout) -> LayerCollectives:
-        return LayerCollectives(self.stack.tensor, 1.0 - self.stack.tensor_overlap, ring_overlap=1.0)
+        stack, share = self.stack, self.stack.fused_share if self.fuses_products(layout) else 1.0
+        return LayerCollectives(stack.tensor, 1.0 - stack.tensor_overlap, ring_overlap=1.0, fused_share=share)
+
+    def fuses_products(self, layout: Layout) -> bool:
+        """Return whether they run fused: with pieces of positions, on ranks of one host, in 16 bits or more, in an undivided backward."""
+        if self.stack.fused_share == 1.0 or layout.tensor == 1 or layout.grid or layout.inner or layout.sequence_parallel != "on":
+            return False
+        is_narrow = bool(PRECISIONS[layout.precision].linear_dtype)
+        return not is_narrow and self.cluster.node_size % layout.tensor == 0 and not schedule_of(layout).splits_backward
 
     def overlap(self, layout: Layout) -> float:
         return self.stack.overlap
@@ -132,13 +141,16 @@ class Gpus(Devices):
     def zero_overlap(self) -> float:
         return max(self.stack.overlap, self.stack.zero_overlap)
 
-    @property
-    def exposed_send_fraction(self) -> float:
-        return self.stack.exposed_sends
+    def exposed_send_fraction(self, layout: Layout) -> float:
+        return 0.0 if layout.chunks > 1 and self.stack.hides_chunk_sends else self.stack.exposed_sends
 
     @property
     def scatters_sends(self) -> bool:
         return self.stack.scatters_sends
+
+    @property
+    def all_reduces(self) -> bool:
+        return self.stack.all_reduces
 
     @property
     def saves_scores(self) -> bool:

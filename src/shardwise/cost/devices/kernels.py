@@ -177,10 +177,12 @@ class LocalKernel:
         )
 
     def _traffic_seconds(self, device: Device, stack: EfficiencySet, precision: str) -> Seconds:
-        width, factor = _width_factor(precision, False), stack.traffic
+        width, factor, fraction = _width_factor(precision, False), stack.traffic, stack.bandwidth
         if self.kind == "softmax":
             width, factor = 1.0, stack.loss_traffic  # losses are float32
-        rate = factor * width / (device.memory_bandwidth_bytes_per_s * stack.bandwidth)
+        elif stack.moves and not stack.autocast:
+            factor, fraction = 1.0, stack.bandwidth_fraction(self.kind)
+        rate = factor * width / (device.memory_bandwidth_bytes_per_s * fraction)
         return Seconds(self.bytes * rate, self.backward_bytes * rate)
 
     def _attention_rate(self, stack: EfficiencySet) -> float:

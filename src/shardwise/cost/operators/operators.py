@@ -34,6 +34,7 @@ from shardwise.model.strides.autocast_dtypes import CAST
 from shardwise.model.work import MATMUL_KINDS, model_flops
 from shardwise.ops.experts import expected_ranks_per_token
 from shardwise.plan.ir.axis import EXPERT, axis_of
+from shardwise.plan.ir.grid import TENSOR
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import max_rows
@@ -188,7 +189,7 @@ class OperatorPricer:
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
         """Return seconds by operator: forward and backward of compute, forward and backward of collectives."""
         key = (*self._canonical_key(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile,
-            layout.batch_norm, layout.shares, layout.begins[-1:], layout.loss_chunks)  # fmt: skip
+            layout.batch_norm, layout.shares, layout.begins[-1:], layout.loss_chunks, self.devices.fuses_products(layout))  # fmt: skip
         if key not in self._times:
             parts = self.cast_sharded_inventory(layout) if self.devices.times_casts(layout) else self.sharded_inventory(layout)
             compute = self.devices.operator_seconds(layout, self._scaled_kernels(layout, parts), parts.index, parts.in_block)
@@ -217,16 +218,27 @@ class OperatorPricer:
         unique, hidden_fraction = np.array([*by_collective, 0.0]), np.array([*hidden_by, 0.0])
         rounds = np.array([*(collective.name == RING for collective in parts.collectives), False])
         passes = []
-        for (operators, entries), fraction, busy in (
-            (parts.forward, 1.0, compute[0]),
-            (parts.backward, costs.exposed_backward, compute[1]),
+        for (operators, entries), fraction, busy, fused in (
+            (parts.forward, 1.0, compute[0], "all_gather"),
+            (parts.backward, costs.exposed_backward, compute[1], "reduce_scatter"),
         ):
+            shown = np.full(len(entries), fraction)
+            if costs.fused_share < 1:
+                shown *= np.array([costs.fused_share if _is_of_tensor(one, fused) else 1.0 for one in parts.collectives])[entries]
             total, ring_s, hidden = (np.zeros(len(parts.index)) for _ in range(3))
-            np.add.at(total, operators, np.where(rounds[entries], 0.0, fraction * unique[entries]))
+            np.add.at(total, operators, np.where(rounds[entries], 0.0, shown * unique[entries]))
             np.add.at(ring_s, operators, np.where(rounds[entries], unique[entries], 0.0))
             np.maximum.at(hidden, operators, hidden_fraction[entries])
             passes.append(total + np.maximum(0.0, ring_s - hidden * busy))
         return passes[0], passes[1]
+
+    def fused_workspace_bytes(self, layout: Layout) -> float:
+        """Return the bytes of symmetric memory that fused products use: two pieces of the largest tensor that they gather or scatter, as
+        torch's pipelined scatter does."""
+        if not self.devices.fuses_products(layout):
+            return 0.0
+        sizes = zip(self.sharded_inventory(layout).collectives, self.collective_bytes(layout), strict=True)
+        return max((2 * size / layout.tensor for one, size in sizes if _is_of_tensor(one, "all_gather")), default=0.0)
 
     def collective_group(self, layout: Layout, one: Collective) -> RankGroup:
         """Return the rank group of a collective; reductions over replicas, placed over data alone, include the expert axis."""
@@ -279,3 +291,7 @@ class OperatorPricer:
     def group(self, layout: Layout, *axes: str) -> RankGroup:
         """Return the group of ranks along `axes`."""
         return group_of(layout, *axes)
+
+
+def _is_of_tensor(one: Collective, name: str) -> bool:
+    return one.axis == TENSOR and one.name == name

@@ -101,7 +101,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     learn = pricer.inventory.grads
     leaving = sum(pricer.boundary_bytes(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
     busy, adding = pricer.devices.with_microbatch_overhead(layout, busy, parameters.num_trainable - elsewhere)
-    if layout.microbatches > 1 and (exposed := pricer.devices.exposed_send_fraction):
+    if layout.microbatches > 1 and (exposed := pricer.devices.exposed_send_fraction(layout)):
         outgoing = sum(stage_send_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
         back = sum(stage_send_s(pricer, layout, source, stage.index, values) for source, values in stage.receives)
         network += Seconds(exposed * outgoing, exposed * back)

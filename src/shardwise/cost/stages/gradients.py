@@ -11,8 +11,8 @@ fraction of its time from compute. Not modelled: buckets that start late, and ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,19 @@ class GradientVolume:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenCollectives:
+    """Seconds of a stage's collectives that run behind its compute: gathers of updated weights behind a step's first forward, reductions
+    behind its last backward, and `per_microbatch` the gathers and scatters behind every forward and backward."""
+
+    gathers_s: float = 0.0
+    reductions_s: float = 0.0
+    per_microbatch: Seconds = field(default_factory=Seconds)
+
+
+NOTHING_HIDDEN = HiddenCollectives()
+
+
+@dataclass(frozen=True, slots=True)
 class _BucketQueue:
     """Buckets that become ready during backward and are reduced in order: `full` ones of `bucket_bytes`, which take `each_s`,
     and a partial one, which takes `tail_s` (0 if there is none)."""
@@ -83,14 +96,14 @@ class _BucketQueue:
 def gradient_reduction_s(
     pricer: Pricer, layout: Layout, sums: GradientVolume, widths: Widths, bucket_bytes: float, window: Seconds, each_s: float,
     step_s: float = 0.0,
-) -> tuple[float, Seconds]:  # fmt: skip
-    """Return (exposed seconds of a step, exposed collectives of every microbatch).
+) -> tuple[float, Seconds, HiddenCollectives]:  # fmt: skip
+    """Return (exposed seconds of a step, exposed collectives of every microbatch, what is hidden).
 
     `window`: compute that gathers (forward) and reductions (backward) of a step may overlap with; `each_s`: for those of a microbatch;
     `step_s`: the compute of a whole step. With staleness=K a step's reductions have the next K steps as their window, in which K
     more steps' reductions run too: so the overlap per step is one step, whatever K.
     """
-    after_s, packing_s, pull_s, gathers_s, num_buckets, beyond_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    after_s, packing_s, pull_s, gathers_s, num_buckets, beyond_s, hidden_s, hidden_gathers_s = (0.0,) * 8
     devices, per_microbatch, queues = pricer.devices, Seconds(), list[_BucketQueue]()
     overlap, contention = devices.overlap(layout), devices.contention
     for axes, count in sums.reductions:
@@ -110,8 +123,7 @@ def gradient_reduction_s(
         packing_s += (num_full * moved + moved_last) / devices.speed(layout).memory_bandwidth_bytes_per_s if moved + moved_last else 0.0
         if layout.servers:
             pull_s += push_pull_s(widths.weight * count, hops_of(pricer.cluster, group), layout.servers)[1]
-        queue = _BucketQueue(size, num_full, bucket, each, tail)
-        queues.append(queue)
+        queues.append(queue := _BucketQueue(size, num_full, bucket, each, tail))
         sharing, beyond = split_by_zero_group(group, layout)
         weights = pricer.collective("all_gather", widths.weight * count, sharing) if layout.zero else 0.0
         if layout.zero >= 2:  # shards are summed over the groups once for all microbatches, after the last
@@ -129,26 +141,33 @@ def gradient_reduction_s(
     if layout.staleness:
         after_s, pull_s = max(0.0, after_s + pull_s + gathers_s - overlap * step_s), 0.0
     elif overlap and after_s and layout.branch == 1:  # with branches reductions follow backward
-        window_s, total_bytes = overlap * window.backward, sum(queue.size_bytes for queue in queues)
-        # Without buckets there are only tied weights.
-        shown = max((queue.exposed_s(after_s, window_s, total_bytes) for queue in queues), default=max(0.0, after_s - window_s))
-        after_s = shown + contention * (after_s - shown)
+        shown = _exposed_reductions_s(queues, after_s, overlap * window.backward)
+        after_s, hidden_s = shown + contention * (after_s - shown), after_s - shown
     if gathers_s and not layout.staleness:
-        after_s += _exposed_gathers_s(pricer, layout, gathers_s, num_buckets, overlap * window.forward)
+        shown = _exposed_gathers_s(layout, gathers_s, num_buckets, overlap * window.forward)
+        hidden_gathers_s = gathers_s - shown
+        after_s += shown + contention * hidden_gathers_s
     # An embedding's gradient is complete with the last backward: on CPUs nothing is left to overlap with.
     after_s += packing_s + pull_s + beyond_s + (0.0 if devices.overlaps_tied_reduction else tied_s)
-    return after_s, _exposed_collectives(pricer, per_microbatch, each_s)
+    exposed = _exposed_fraction(pricer, per_microbatch, each_s)
+    hidden = HiddenCollectives(hidden_gathers_s, hidden_s, _scaled(per_microbatch, 1 - exposed))
+    return after_s, _scaled(per_microbatch, exposed + contention * (1 - exposed)), hidden
 
 
-def _exposed_gathers_s(pricer: Pricer, layout: Layout, gathers_s: float, num_buckets: float, window_s: float) -> float:
+def _exposed_reductions_s(queues: Sequence[_BucketQueue], total_s: float, window_s: float) -> float:
+    """Return the exposed seconds of `total_s` of reductions behind a backward of `window_s`; without buckets, of tied weights."""
+    total_bytes = sum(queue.size_bytes for queue in queues)
+    return max((queue.exposed_s(total_s, window_s, total_bytes) for queue in queues), default=max(0.0, total_s - window_s))
+
+
+def _exposed_gathers_s(layout: Layout, gathers_s: float, num_buckets: float, window_s: float) -> float:
     """Return the exposed seconds of gathers of updated weights (ZeRO-1 and 2) behind a forward of `window_s`.
 
     Its first layer waits for the first of `num_buckets`. An update on the host, or under a custom schedule, waits for all.
     """
     if not window_s or layout.offloads_optimizer or layout.actions:
         return gathers_s
-    shown = min(gathers_s, max(gathers_s / max(1.0, num_buckets), gathers_s - window_s))
-    return shown + pricer.devices.contention * (gathers_s - shown)
+    return min(gathers_s, max(gathers_s / max(1.0, num_buckets), gathers_s - window_s))
 
 
 def _divide_into_buckets(
@@ -172,13 +191,13 @@ def _tied_reduction_s(pricer: Pricer, layout: Layout, sums: GradientVolume, widt
     return pricer.collective("all_reduce", widths.gradient * sums.num_tied, ends)
 
 
-def _exposed_collectives(pricer: Pricer, collectives: Seconds, each_s: float) -> Seconds:
-    """Return the collectives of a microbatch beyond its compute of `each_s`, with which they overlap."""
-    if not collectives.total:
-        return collectives
-    shown = max(0.0, 1 - each_s * pricer.devices.zero_overlap / collectives.total)
-    shown += pricer.devices.contention * (1 - shown)
-    return Seconds(collectives.forward * shown, collectives.backward * shown)
+def _exposed_fraction(pricer: Pricer, collectives: Seconds, each_s: float) -> float:
+    """Return the fraction of a microbatch's collectives beyond its compute of `each_s`, with which they overlap."""
+    return max(0.0, 1 - each_s * pricer.devices.zero_overlap / collectives.total) if collectives.total else 1.0
+
+
+def _scaled(seconds: Seconds, factor: float) -> Seconds:
+    return Seconds(seconds.forward * factor, seconds.backward * factor)
 
 
 def bucket_reduction_s(pricer: Pricer, layout: Layout, group: RankGroup, size_bytes: float, widths: Widths) -> tuple[float, float]:
@@ -190,6 +209,8 @@ def bucket_reduction_s(pricer: Pricer, layout: Layout, group: RankGroup, size_by
         return push_pull_s(size_bytes, hops_of(pricer.cluster, group), layout.servers)[0], 0.0
     if not layout.zero:
         return pricer.collective("all_reduce", size_bytes, group), 0.0
+    if layout.zero == 1 and pricer.devices.all_reduces:
+        return pricer.collective("all_reduce", size_bytes * 4.0 / widths.gradient, group), 0.0
     sharing, beyond = split_by_zero_group(group, layout)
     beyond_s = pricer.collective("all_reduce", size_bytes / sharing.size, beyond) if layout.zero == 1 else 0.0
     return pricer.collective("reduce_scatter", size_bytes, sharing) + beyond_s, 0.0

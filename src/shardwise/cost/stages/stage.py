@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.memory.memory import MARGIN, StageMemory
+from shardwise.cost.stages.gradients import NOTHING_HIDDEN, HiddenCollectives
 from shardwise.plan.plan import MemoryBreakdown
 from shardwise.schedules import LiveMicrobatches, Schedule
 
@@ -17,7 +18,7 @@ from shardwise.schedules import LiveMicrobatches, Schedule
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """Cost of one stage on one rank. `compute` and `collectives`: of one microbatch, `weight_s` of its backward for weight gradients.
-    `gradients_s`, `optimizer_s`: of the step.
+    `gradients_s`, `optimizer_s`: of the step. `hidden`: collectives behind compute, part of no other seconds than by contention.
     """
 
     compute: Seconds
@@ -26,6 +27,7 @@ class StageCost:
     optimizer_s: float
     memory: StageMemory
     weight_s: float = 0.0
+    hidden: HiddenCollectives = NOTHING_HIDDEN
 
     @property
     def forward_s(self) -> float:

@@ -22,7 +22,7 @@ def send_lower_bound_s(pricer: Pricer, layout: Layout) -> float:
     exposed = exposed_send_fraction(pricer, layout)
     if not exposed or layout.pipeline == 1:
         return 0.0
-    key = (layout.axes, layout.microbatches, layout.precision, layout.shares)
+    key = (layout.axes, layout.microbatches, layout.precision, layout.shares, exposed)
     if key not in pricer.send_bounds:
         _, remainder = pricer.remainder_pricer(layout)
         smallest, boundaries = remainder or pricer, range(layout.pipeline - 1)
@@ -38,4 +38,4 @@ def exposed_send_fraction(pricer: Pricer, layout: Layout) -> float:
     each arrange their ranks in their own way."""
     if isinstance(pricer, HeterogeneousPricer) or layout.inner or layout.microbatches == 1:
         return 0.0
-    return pricer.devices.exposed_send_fraction
+    return pricer.devices.exposed_send_fraction(layout)

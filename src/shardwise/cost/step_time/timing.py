@@ -27,7 +27,7 @@ from shardwise.errors import Infeasible
 from shardwise.model.stages.stages import Stage, StageCut, stage_links
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.program import Compute, Links, Manage, ManageOp, Value
-from shardwise.plan.ir.timeline import STEP_LANE, Span, Timeline
+from shardwise.plan.ir.timeline import Timeline
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import layout_microbatch_sizes
 from shardwise.plan.plan import Prediction
@@ -365,24 +365,6 @@ def stage_trips_lower_bound_s(pricer: Pricer, layout: Layout, with_recompute: bo
     return trips
 
 
-def step_timeline(pricer: Pricer, priced: PricedLayout) -> Timeline:
-    """Return the whole predicted step: its program, and after that on every rank the exposed gradient reductions, the optimizer and the
-    rest. It ends when the prediction does."""
-    program, prediction = simulate_timeline(pricer, priced), priced.prediction
-    parts = dict(prediction.parts)
-    summed_s = program.end_s + parts["gradients"]
-    updated_s = summed_s + parts["optimizer"]
-    step_spans = []
-    for rank, costs in enumerate(pricer.by_rank(priced.layout, priced.costs)):
-        spans_of = (
-            ("gradients", program.end_s, program.end_s + sum(c.gradients_s for c in costs)),
-            ("optimizer", summed_s, summed_s + sum(c.optimizer_s for c in costs)),
-            ("overhead", updated_s, max(updated_s, program.start_s + prediction.step_time_s)),
-        )
-        step_spans += [Span(rank, STEP_LANE, name, start, end, name) for name, start, end in spans_of if end > start]
-    return Timeline(program.name, program.num_ranks, (*program.spans, *step_spans))
-
-
 def simulate_timeline(pricer: Pricer, priced: PricedLayout) -> Timeline:
     """Simulate forward and backward of one step on the program that would run; of one pipeline, since all replicas are equal."""
     layout = priced.layout
@@ -438,7 +420,11 @@ def _unit_memory(pricer: Pricer, layout: Layout, cuts: Sequence[StageCut]) -> li
         if (id(one), k) not in cache:
             memory = [cost.memory.alone for cost in one.stages(layout.of_stage(k), units, place=k)]
             unit_bytes = [m.parameters + m.gradients + m.optimizer + m.activations for m in memory]
-            size = one.cluster.device.scratch_bytes + (1 + MARGIN) * stage_memory_matrix(unit_bytes, [m.buffers for m in memory])
+            size = (
+                one.cluster.device.scratch_bytes
+                + one.fused_workspace_bytes(layout)
+                + (1 + MARGIN) * stage_memory_matrix(unit_bytes, [m.buffers for m in memory])
+            )
             cache[id(one), k] = size
         return cache[id(one), k]
 

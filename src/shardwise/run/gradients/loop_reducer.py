@@ -51,6 +51,9 @@ class LoopGradientReducer:
     ) -> None:
         sums = [world.group(group.sum_ranks) if len(group.sum_ranks) > 1 else None for group in groups]
         share_gradient_memory(groups, sums)
+        for group, over in zip(groups, sums, strict=True):
+            if over is None:
+                group.free_gradient_memory()
         self._reduced_groups = [(group, over) for group, over in zip(groups, sums, strict=True) if over is not None]
         self._watch = ReplicaWatch(self._reduced_groups, parameters, world)
         self._ordered_buckets = [(group, over, bucket) for group, over in self._reduced_groups for bucket in group.buckets]
@@ -171,6 +174,15 @@ class LoopGradientReducer:
             if targets:
                 private.copy_tensors(targets, sources)
                 private.scale_tensors(targets, scale)
+            for name in bucket.names:
+                self._lend_early(name)
+
+    def _lend_early(self, name: str) -> None:
+        """Free a gradient that is in its bucket, and that nothing but the parameter holds: `.grad` is a view of the bucket from now on."""
+        grad = self._parameters[name].grad
+        is_own = name in self._used and name in self._fresh and self._lent.lends(name)
+        if is_own and grad is not None and not grad.is_sparse:
+            self._parameters[name].grad = self._lent.lend(name)
 
     def _finish(self) -> None:
         self._in_backward = False

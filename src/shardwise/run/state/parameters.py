@@ -151,6 +151,12 @@ class FlatGroup:
         for member, start in zip(self.members, self.starts, strict=True):
             self.views[member.name] = grad[start : start + member.size].view(member.shape)
 
+    def free_gradient_memory(self) -> None:
+        """Have no memory for gradients, which nothing reduces and parameters have themselves (in a plain loop)."""
+        self.grad = self.grad.new_empty(0)
+        self.views.clear()
+        self.step_buffers.clear()
+
     def allocate_per_bucket(self) -> None:
         """Replace `grad` by a buffer per bucket, which has memory only from first accumulation to the start of the next step."""
         self.grad = self.grad.new_empty(0)
