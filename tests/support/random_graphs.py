@@ -19,7 +19,8 @@ from shardwise.errors import Infeasible, LayoutError, ModelError, RankError
 from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.plan import Plan
 from shardwise.run.prove.field_tensor import NotProvable
-from shardwise.run.prove.prove import ProofOptions, prove_plan
+from shardwise.run.prove.prove import prove_plan
+from shardwise.run.prove.serial_points import ProofModel, ProofOptions
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import Options, verify_on_rank
 from shardwise.world.launch.launch import launch
@@ -48,18 +49,17 @@ class Example:
 
 @dataclass(frozen=True)
 class RandomSubject:
-    """The model of a number and its batch. The source has what was traced of them, for all layouts of the model."""
+    """The model of a number and its batch, with what was traced and run serially of them, for all layouts of the model."""
 
     seed: int
-    batch: Any
-    source: CachedModelSource
+    model: ProofModel
 
     @classmethod
     def build(cls, seed: int) -> RandomSubject:
         """Build the model and the batch of a number."""
-        batch = batch_of(seed)
+        batch, factory = batch_of(seed), partial(make, seed)
         torch.manual_seed(seed)
-        return cls(seed, batch, CachedModelSource.from_model(partial(make, seed)))
+        return cls(seed, ProofModel(factory, batch, None, CachedModelSource.from_model(factory)))
 
 
 def ranks_of(seed: int, variant: int = 0) -> int:
@@ -71,7 +71,7 @@ def example(seed: int, variant: int = 0, subject: RandomSubject | None = None) -
     """Trace the model of a number and plan its layout. Raises an error of REFUSED where shardwise refuses the layout for the model."""
     layout = layout_of(seed, ranks_of(seed, variant), variant)
     subject = subject or RandomSubject.build(seed)
-    batch, source = subject.batch, subject.source
+    batch, source = subject.model.batch, subject.model.source
     plan = shardwise.plan(partial(make, seed), batch, cluster="1xcpu-2", layout=replace(layout, precision="float32"), source=source)
     plan = replace(plan, layout=layout)
     if seed % 3 and not plan.uncaptured:  # models are so small that little would be cut by the planner's prices
@@ -139,11 +139,11 @@ def prove_graph(seed: int, variant: int = 0, subject: RandomSubject | None = Non
         return Row(name, shown, "", status, {}, note, seconds=time.perf_counter() - began)
 
     try:
+        subject = subject or RandomSubject.build(seed)
         one = example(seed, variant, subject)
         shown = str(replace(one.plan.layout, precision="float32"))
-        proof = prove_plan(
-            one.plan, partial(make, seed), one.batch, None, one.source, ProofOptions(ONE_POINT, seed=seed), locates_difference=False
-        )
+        model = replace(subject.model, source=one.source)
+        proof = prove_plan(one.plan, model, ProofOptions(ONE_POINT, seed=seed), locates_difference=False)
     except NotProvable as error:
         return row("not provable", str(error))
     except REFUSED as error:

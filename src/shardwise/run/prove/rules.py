@@ -146,7 +146,8 @@ def add_numbers(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 def _sum_of(x: FieldTensor, y: FieldTensor, hidden: Tensor | None, sign: int) -> FieldTensor:
     owns = have_own_exponents(x, y)
-    return FieldTensor((x.a + sign * y.a) % P, (x.b + sign * y.b) % Q if owns else None, hidden)
+    exponents = field.add_residues(x.b, y.b, Q, sign) if owns else None
+    return FieldTensor(field.add_residues(x.a, y.a, P, sign), exponents, hidden)
 
 
 @register_for(aten.sub)
@@ -301,7 +302,8 @@ def _apply_linear(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor:
 @register_for(aten.sum)
 def _apply_sum(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None, out: Any = None) -> Any:
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
-    total = _apply_linear(lambda part: part.sum(dims, keepdim), x)
+    exponents = field.sum_residues(x.b, dims, keepdim, Q) if x.has_own_exponents else None
+    total = FieldTensor(field.sum_residues(x.a, dims, keepdim), exponents)
     return total if out is None else write(out, total)
 
 
