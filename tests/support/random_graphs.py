@@ -20,6 +20,7 @@ from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.plan import Plan
 from shardwise.run.prove.field_tensor import NotProvable
 from shardwise.run.prove.prove import prove_plan
+from shardwise.run.prove.rank_threads import Exchange, thread_world
 from shardwise.run.prove.serial_points import ProofModel, ProofOptions
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import Options, verify_on_rank
@@ -142,13 +143,33 @@ def prove_graph(seed: int, variant: int = 0, subject: RandomSubject | None = Non
         subject = subject or RandomSubject.build(seed)
         one = example(seed, variant, subject)
         shown = str(replace(one.plan.layout, precision="float32"))
-        model = replace(subject.model, source=one.source)
-        proof = prove_plan(one.plan, model, ProofOptions(ONE_POINT, seed=seed), locates_difference=False)
-    except NotProvable as error:
-        return row("not provable", str(error))
+        return row(*prove_example(one, subject))
     except REFUSED as error:
         return row("refused", str(error))
     except Exception as error:
         # A crash is a finding, not the end of the run.
         return row("failed", f"{type(error).__name__}: {error}")
-    return row("equal") if proof.ok else row("differs", proof.outcome)
+
+
+def prove_example(one: Example, subject: RandomSubject) -> tuple[str, str]:
+    """Prove an example at one point; return "equal", "differs" or "not provable", and what is said of it."""
+    model = replace(subject.model, source=one.source)
+    try:
+        proof = prove_plan(one.plan, model, ProofOptions(ONE_POINT, seed=one.seed), locates_difference=False)
+    except NotProvable as error:
+        return "not provable", str(error)
+    return ("equal", "") if proof.ok else ("differs", proof.outcome)
+
+
+def verify_in_threads(one: Example) -> str:
+    """Verify an example in float64, its ranks threads of this process; return what differs, or nothing."""
+    num_ranks = one.plan.layout.num_ranks
+    room, results = Exchange(num_ranks), list[Any]()
+
+    def run_rank(rank: int) -> None:
+        world = thread_world(room, rank, num_ranks)
+        results.append(verify_on_rank(world, one.plan, partial(make, one.seed), one.batch, None, one.source, Options(seed=one.seed)))
+
+    room.run_ranks(run_rank)
+    (result,) = [each for each in results if each is not None]
+    return "" if result.ok and result.tolerance == 1e-9 else f"{result.worst}, {result.first_difference}"

@@ -1,8 +1,9 @@
 """Arithmetic modulo a prime on int64 tensors: products, quotients, roots, exponentials, logarithms, and random functions of numbers.
 
-A C library computes it (`native_field`); without a compiler torch's operators give the same bits. The prime P is just below 2^62, so that one random point suffices for most programs and sums of two numbers fit a word. P - 1 is a
-product of four coprime orders below 2^17, so that logarithms are four look-ups (Pohlig and Hellman 1978). All primes up to 23 have square
-and fourth roots. Exponents are numbers modulo Q = P - 1: exp(x) = G**x keeps exp(x + y) = exp(x) exp(y).
+A C library computes it (`native_field`); without a compiler torch's operators give the same bits. The prime P is just below 2^62, so that
+one random point suffices for most programs and sums of two numbers fit a word. P - 1 is a product of four coprime orders below 2^17, so
+that logarithms are four look-ups (Pohlig and Hellman 1978). All primes up to 23 have square and fourth roots. Exponents are numbers modulo
+Q = P - 1: exp(x) = G**x keeps exp(x + y) = exp(x) exp(y).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _ROUNDING = 2.3e-16  # of one operation, relative
 def multiply_residues(x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
     """Return products of numbers in 0..modulus-1 modulo a number below 2^62.
 
-    By torch: words wrap around, so x y - q modulus is exact if the quotient q, which float64 estimates, is off by less than two. It is where q has
-    fewer than 34 bits: x is multiplied by the upper half of y's bits first.
+    By torch: words wrap around, so x y - q modulus is exact if the quotient q, which float64 estimates, is off by less than two. It is
+    where q has fewer than 34 bits: x is multiplied by the upper half of y's bits first.
     """
     if (native := native_field.multiply(x, y, modulus)) is not None:
         return native

@@ -139,7 +139,9 @@ def multiply_matrices(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
     batch = shape.numel()
     if y.shape[-2] != k or batch * n * k * m > MAX_PRODUCTS:
         return None
-    x, y = (part.expand(*shape, *part.shape[-2:]).reshape(batch, *part.shape[-2:]) if part.dim() > 2 else part.unsqueeze(0) for part in (x, y))
+    x, y = (
+        part.expand(*shape, *part.shape[-2:]).reshape(batch, *part.shape[-2:]) if part.dim() > 2 else part.unsqueeze(0) for part in (x, y)
+    )
     out = torch.empty((*shape, n, m), dtype=torch.int64)
     steps = [(c_int64 * 3)(part.stride(0) if len(part) > 1 else 0, part.stride(1), part.stride(2)) for part in (x, y)]
     addresses = [ctypes.addressof(each) for each in steps]

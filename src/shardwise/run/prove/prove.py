@@ -223,7 +223,9 @@ class _ProofRun:
                 gradients = _copy_shards(engine.local_gradients())
                 engine.update()
                 loss = total[0] / total[1] if total.dim() else total
-                self.steps[step][rank] = RankStep(gradients, _copy_shards(engine.state_shards(drain=False)), loss)
+                state = engine.state_shards(drain=False)
+                is_last = step == subject.options.steps - 1  # compared before anything writes them again
+                self.steps[step][rank] = RankStep(gradients, state if is_last else _copy_shards(state), loss)
 
     def _fill_shards(self, engine: Engine, graph: Graph) -> None:
         """Write this point's weights, and the model's buffers, into a rank's shards."""
@@ -268,8 +270,15 @@ class _ProofRun:
                 full = torch.view_as_real(full) if full.is_complex() and not shard.tensor.is_complex() else full  # parameters are pairs
                 value = shard.tensor.sqrt() if shard.slot == "exp_avg_sq" else shard.tensor
                 self.degree = self.degree | degree_of(value) | degree_of(full)
-                if not have_equal_values(value, _part_of(full, shard)):
+                if not _is_part(value, full, shard):
                     yield Difference(step, rank, shard.slot or kind, shard.name)
+
+
+def _is_part(value: Tensor, full: Tensor, shard: StateShard) -> bool:
+    """Return whether a shard's value is its part of a full tensor."""
+    if isinstance(value, FieldTensor) and isinstance(full, FieldTensor) and value.hidden is None and full.hidden is None:
+        return torch.equal(value.a, _part_of(full.a, shard))
+    return have_equal_values(value, _part_of(full, shard))
 
 
 def _part_of(full: Tensor, shard: StateShard) -> Tensor:
