@@ -7,7 +7,7 @@ them. Used by the tests and by `scripts/verify_all --graphs`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -117,18 +117,6 @@ def check(seeds: Iterable[int]) -> tuple[int, list[str]]:
         for first in range(0, len(mine), AT_ONCE):
             found += wrong(mine[first : first + AT_ONCE], ranks)
     return number, found
-
-
-def prove_graphs(seed: int, num_layouts: int) -> Iterator[Row]:
-    """Prove layouts of one number's model, which is built and traced once; the first is that of `prove_graph`."""
-    try:
-        subject = RandomSubject.build(seed)
-    except Exception as error:
-        # A crash is a finding, not the end of the run.
-        yield Row(f"random {seed}", "", "", "failed", {}, f"{type(error).__name__}: {error}")
-        return
-    for variant in range(num_layouts):
-        yield prove_graph(seed, variant, subject)
 
 
 def prove_graph(seed: int, variant: int = 0, subject: RandomSubject | None = None) -> Row:

@@ -130,6 +130,12 @@ def draw_exponents(x: Tensor, offset: int, last_bits: int, modulus: int) -> Tens
     return out
 
 
+def _flatten_batch(x: Tensor, shape: torch.Size) -> Tensor:
+    """Return matrices as one batch of `shape` in all; of a single matrix a batch of one."""
+    matrix = x.shape[-2:]
+    return x.expand(*shape, *matrix).reshape(shape.numel(), *matrix) if x.dim() > 2 else x.unsqueeze(0)
+
+
 def multiply_matrices(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
     """Return a product of matrices, or of batches of them; None, too, for a large one."""
     if (library := _library_for(x, y)) is None or x.dim() < 2 or y.dim() < 2:
@@ -139,9 +145,7 @@ def multiply_matrices(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
     batch = shape.numel()
     if y.shape[-2] != k or batch * n * k * m > MAX_PRODUCTS:
         return None
-    x, y = (
-        part.expand(*shape, *part.shape[-2:]).reshape(batch, *part.shape[-2:]) if part.dim() > 2 else part.unsqueeze(0) for part in (x, y)
-    )
+    x, y = (_flatten_batch(part, shape) for part in (x, y))
     out = torch.empty((*shape, n, m), dtype=torch.int64)
     steps = [(c_int64 * 3)(part.stride(0) if len(part) > 1 else 0, part.stride(1), part.stride(2)) for part in (x, y)]
     addresses = [ctypes.addressof(each) for each in steps]
