@@ -1,4 +1,4 @@
-/* Numbers modulo a prime P below 2^62, and exponents modulo Q = P - 1: elementwise arithmetic, powers, logarithms, matrix products, sums.
+/* Numbers modulo a prime P of 62 bits, and exponents modulo Q = P - 1: elementwise arithmetic, powers, logarithms, matrix products, sums.
  *
  * In: contiguous arrays of residues in 0..modulus-1. Out: residues, the same bits as torch's operators in finite_field.py give. A product
  * of 124 bits is reduced by a quotient that is at most 2 too small (Barrett 1986). `step`: 0 for an operand that is one number. */

@@ -24,6 +24,7 @@ from shardwise.world import private
 
 LEAST = tuple(torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64))  # minus infinity in masks
 Rule = Callable[..., Any]
+_CPU = torch.device("cpu")
 RULES: dict[Any, Rule] = {}  # by operator (without overload): called with (operator, *args, **kwargs)
 COMPLEX_RULES: dict[Any, Rule] = {}  # likewise, of operators with a complex argument
 
@@ -55,9 +56,7 @@ class FieldTensor(Tensor):
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[Degree] | None = None) -> FieldTensor:
-        x: FieldTensor = private.make_wrapper(
-            cls, a.shape, strides=a.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=False
-        )
+        x: FieldTensor = private.make_wrapper(cls, a.shape, strides=a.stride(), dtype=torch.float64, device=_CPU, requires_grad=False)
         x.a, x.own_exponents, x.hidden_numbers = a, [None], [None]
         x.root_of, x.reciprocal_of, x.degree = None, None, degree
         if b is not None:
@@ -186,6 +185,8 @@ def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = _run_rule(RULES, func, args, kwargs)
     except ComplexOperand:
         return call_complex_rule(func, args, kwargs)
+    if type(result) is FieldTensor and result.degree is not None:
+        return result
     results = result if isinstance(result, list | tuple) else (result,)
     unknown = [x for x in results if isinstance(x, FieldTensor) and x.degree is None]
     if unknown:
@@ -226,16 +227,16 @@ def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs:
     return result
 
 
-class FieldMode(private.DispatchMode):  # type: ignore[no-untyped-call]
+class FieldMode(private.UncompiledDispatchMode):  # type: ignore[no-untyped-call]
     """Makes float64 buffers (torch.zeros, torch.empty) FieldTensors, and real tensors that meet one in an operator constants."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, ComplexFieldTensor) for kind in types):
+        if ComplexFieldTensor in types:
             return call_complex_rule(func, args, kwargs)
-        if any(issubclass(kind, FieldTensor) for kind in types):
+        if FieldTensor in types:
             return call_rule(func, args, kwargs)
         result = func(*args, **kwargs)
         is_real = type(result) is Tensor and not result.is_meta  # a capture and a trial of operators allocate meta and fake tensors

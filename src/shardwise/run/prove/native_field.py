@@ -19,6 +19,7 @@ from shardwise.world.native_build import build_library, load_library
 
 SOURCE = Path(__file__).with_name("field.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
+MODULUS_BITS = 62
 MAX_PRODUCTS = 1 << 22  # of a matrix product, above which torch's products of limbs are as fast
 _ELEMENTWISE = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_uint64)
 
@@ -48,8 +49,10 @@ def native_library(folder: Path | None = None, compiler: str = "cc") -> ctypes.C
     return None if isinstance(library, str) else library
 
 
-def _library_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    return native_library() if all(type(x) is Tensor and x.dtype is torch.int64 for x in tensors) else None
+def _library_for(modulus: int, *tensors: Tensor) -> ctypes.CDLL | None:
+    """Return the library for tensors with memory, and a modulus of as many bits as it reduces by."""
+    is_native = modulus.bit_length() == MODULUS_BITS and all(type(x) is Tensor and x.dtype is torch.int64 for x in tensors)
+    return native_library() if is_native else None
 
 
 def _align_operands(x: Tensor, y: Tensor) -> tuple[Tensor, int, Tensor, int, torch.Size]:
@@ -66,7 +69,7 @@ def _align_operands(x: Tensor, y: Tensor) -> tuple[Tensor, int, Tensor, int, tor
 
 def multiply(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
     """Return products of residues."""
-    if (library := _library_for(x, y)) is None:
+    if (library := _library_for(modulus, x, y)) is None:
         return None
     x, step_x, y, step_y, shape = _align_operands(x, y)
     out = torch.empty(shape, dtype=torch.int64)
@@ -76,7 +79,7 @@ def multiply(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
 
 def add(x: Tensor, y: Tensor, modulus: int, sign: int) -> Tensor | None:
     """Return sums of residues, or differences if the sign is negative."""
-    if (library := _library_for(x, y)) is None:
+    if (library := _library_for(modulus, x, y)) is None:
         return None
     x, step_x, y, step_y, shape = _align_operands(x, y)
     out = torch.empty(shape, dtype=torch.int64)
@@ -86,7 +89,7 @@ def add(x: Tensor, y: Tensor, modulus: int, sign: int) -> Tensor | None:
 
 def invert(x: Tensor, modulus: int) -> Tensor | None:
     """Return reciprocals; 0 where x is 0."""
-    if (library := _library_for(x)) is None:
+    if (library := _library_for(modulus, x)) is None:
         return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.int64)
     library.field_invert(x.data_ptr(), out.data_ptr(), out.numel(), modulus)
@@ -95,7 +98,7 @@ def invert(x: Tensor, modulus: int) -> Tensor | None:
 
 def raise_base(exponent: Tensor, tables: Sequence[Tensor], modulus: int) -> Tensor | None:
     """Return a base to exponents, from tables of its powers to digits of 16 bits."""
-    if (library := _library_for(exponent, *tables)) is None:
+    if (library := _library_for(modulus, exponent, *tables)) is None:
         return None
     exponent, out = exponent.contiguous(), torch.empty(exponent.shape, dtype=torch.int64)
     pointers = (c_void_p * len(tables))(*(table.data_ptr() for table in tables))
@@ -105,7 +108,7 @@ def raise_base(exponent: Tensor, tables: Sequence[Tensor], modulus: int) -> Tens
 
 def take_logarithm(x: Tensor, groups: ctypes.Array[Subgroup], modulus: int) -> Tensor | None:
     """Return exponents, from the subgroups of four orders."""
-    if (library := _library_for(x)) is None:
+    if (library := _library_for(modulus, x)) is None:
         return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.int64)
     library.field_logarithm(x.data_ptr(), ctypes.addressof(groups), out.data_ptr(), out.numel(), modulus)
@@ -114,7 +117,7 @@ def take_logarithm(x: Tensor, groups: ctypes.Array[Subgroup], modulus: int) -> T
 
 def draw(x: Tensor, offset: int, modulus: int) -> Tensor | None:
     """Return a random function of whole numbers."""
-    if (library := _library_for(x)) is None:
+    if (library := _library_for(modulus, x)) is None:
         return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.int64)
     library.field_random(x.data_ptr(), offset, out.data_ptr(), out.numel(), modulus)
@@ -123,7 +126,7 @@ def draw(x: Tensor, offset: int, modulus: int) -> Tensor | None:
 
 def draw_exponents(x: Tensor, offset: int, last_bits: int, modulus: int) -> Tensor | None:
     """Return the exponents of numbers."""
-    if (library := _library_for(x)) is None:
+    if (library := _library_for(modulus, x)) is None:
         return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.int64)
     library.field_exponent(x.data_ptr(), offset, last_bits, out.data_ptr(), out.numel(), modulus)
@@ -138,7 +141,7 @@ def _flatten_batch(x: Tensor, shape: torch.Size) -> Tensor:
 
 def multiply_matrices(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
     """Return a product of matrices, or of batches of them; None, too, for a large one."""
-    if (library := _library_for(x, y)) is None or x.dim() < 2 or y.dim() < 2:
+    if (library := _library_for(modulus, x, y)) is None or x.dim() < 2 or y.dim() < 2:
         return None
     (n, k), m = x.shape[-2:], y.shape[-1]
     shape = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
@@ -155,7 +158,7 @@ def multiply_matrices(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
 
 def add_over(x: Tensor, dims: Sequence[int], keepdim: bool, modulus: int) -> Tensor | None:
     """Return sums over some dims."""
-    if (library := _library_for(x)) is None or not (x.dim() and len(dims)):
+    if (library := _library_for(modulus, x)) is None or not (x.dim() and len(dims)):
         return None
     summed = sorted(dim % x.dim() for dim in dims)
     shape = [1 if dim in summed else n for dim, n in enumerate(x.shape) if keepdim or dim not in summed]
@@ -171,7 +174,7 @@ def add_over(x: Tensor, dims: Sequence[int], keepdim: bool, modulus: int) -> Ten
 
 def combine(parts: Sequence[Tensor], bits: int, modulus: int) -> Tensor | None:
     """Return the sum of `parts[i] << (i bits)`."""
-    if (library := _library_for(*parts)) is None:
+    if (library := _library_for(modulus, *parts)) is None:
         return None
     shape = parts[0].shape
     if any(part.shape != shape for part in parts):

@@ -30,7 +30,7 @@ from shardwise.run.prove.finite_field import P, Q
 
 VIEWS = (aten.view, aten._unsafe_view, aten._reshape_alias)
 STRUCTURE = (
-    *VIEWS, aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
+    aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
     aten.alias, aten.detach, aten.index, aten.gather, aten.index_select, aten.repeat, aten.roll, aten.flip, aten.unfold, aten.diagonal,
     aten.as_strided, aten.split, aten.split_with_sizes, aten.unbind, aten.tril, aten.triu, aten.slice_backward, aten.select_backward,
     aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
@@ -82,10 +82,6 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FieldTensor):
         lift_constants(x)  # raises for a complex one, into which this is written
         raise NotProvable(f"{func} by computed indices has no exact form")
-    if func is aten.view.dtype:
-        return x.a.view(args[0])  # its bits, as checksums read them: a function of the number
-    if func.overloadpacket in VIEWS:
-        return _apply_to_components(x, lambda part: part.reshape(args[0]))  # a copy only where real numbers would lie otherwise in memory
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
@@ -95,6 +91,16 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         for part in out if isinstance(out, list) else [out]:
             part.degree = [CERTAINTY.degree_of_part(part.a, degree_of(x))]
     return out
+
+
+@register_for(aten.view.dtype)
+def _view_bits(func: Any, x: FieldTensor, dtype: torch.dtype) -> Tensor:
+    return x.a.view(dtype)  # as checksums read them: a function of the number
+
+
+@register_for(*VIEWS)
+def _apply_view(func: Any, x: FieldTensor, shape: Sequence[int], *strides: Any) -> Any:
+    return _apply_to_components(x, lambda part: part.reshape(shape))  # a copy only where real numbers would lie otherwise in memory
 
 
 @register_for(aten._to_copy)
