@@ -27,7 +27,7 @@ from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.engine import DeviceOptions, Engine
 from shardwise.run.prove import complex_rules, fused_rules, order_rules, rules, window_rules  # noqa: F401 - they register rules
-from shardwise.run.prove.degrees import CERTAINTY, LINEAR
+from shardwise.run.prove.degrees import CERTAINTY, LINEAR, Degree
 from shardwise.run.prove.field_tensor import (
     FieldMode,
     FieldTensor,
@@ -139,6 +139,7 @@ class _ProofRun:
         self.traits: Any = None
         self.graph: Graph | None = None
         self.degree = LINEAR  # the largest of compared values
+        self._joined: dict[int, Degree] = {}  # what it is the largest of, by identity
         self._weights: dict[str, FieldTensor] = {}  # this point's, of which every rank takes its shards
         self._engines: dict[int, Engine] = {}
         self._serial: SerialPoints | None = None
@@ -251,11 +252,19 @@ class _ProofRun:
         self._num_points += 1
         return self._serial.values_at(self._num_points - 1, self.seed, self.batch)
 
+    def _join_degrees(self, *tensors: Tensor) -> None:
+        """Take note of the degrees of compared tensors, of which many have the same one."""
+        for x in tensors:
+            degree = degree_of(x)
+            if id(degree) not in self._joined:
+                self._joined[id(degree)] = degree
+                self.degree = self.degree | degree
+
     def _compare(self, step: int, rank: int, actual: RankStep, expected: StepValues) -> Iterator[Difference]:
         assert self.graph is not None
         names = {v.name: (v.name, *v.aliases) for v in (*self.graph.parameters, *self.graph.buffers)}
         loss = expected["loss"][""]
-        self.degree = self.degree | degree_of(actual.loss) | degree_of(loss)
+        self._join_degrees(actual.loss, loss)
         if not have_equal_values(actual.loss, loss):
             yield Difference(step, rank, "loss", "the batch")
         for kind, shards in (("gradient", actual.gradients), ("weight", actual.state)):
@@ -269,7 +278,7 @@ class _ProofRun:
                     continue
                 full = torch.view_as_real(full) if full.is_complex() and not shard.tensor.is_complex() else full  # parameters are pairs
                 value = shard.tensor.sqrt() if shard.slot == "exp_avg_sq" else shard.tensor
-                self.degree = self.degree | degree_of(value) | degree_of(full)
+                self._join_degrees(value, full)
                 if not _is_part(value, full, shard):
                     yield Difference(step, rank, shard.slot or kind, shard.name)
 
