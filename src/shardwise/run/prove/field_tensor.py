@@ -216,7 +216,7 @@ def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs:
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
     if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None and plain in rules:
-        return write(args[0], plain(*args, **kwargs))
+        return write(args[0], getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs))
     if (out := kwargs.get("out")) is not None and func.overloadpacket in rules:
         return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
     if (composed := private.DECOMPOSITIONS.get(func)) is not None:

@@ -346,10 +346,12 @@ def _apply_scatter(
     func: Any, x: Any, dim: int, index: Tensor, source: Any = None, value: Any = None, alpha: float = 1, **kwargs: Any
 ) -> Any:
     x, source = lift_constants(x), lift_constants(value if source is None else source)
-    if func.overloadpacket is aten.scatter and not source.dim():
+    scatters = func.overloadpacket is aten.scatter
+    if scatters and not source.dim():
         source = source.expand(index.shape)
     source = source if alpha == 1 else source * alpha
-    return _apply_linear(lambda t, s: func.overloadpacket(t, dim, index, s), x, source)
+    scatter = aten.scatter.src if scatters else func  # an overload that is looked for is found by errors, whose texts take milliseconds
+    return _apply_linear(lambda t, s: scatter(t, dim, index, s), x, source)
 
 
 @register_for(aten.index_put, aten._unsafe_index_put)
