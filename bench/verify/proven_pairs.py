@@ -20,16 +20,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from bench.verify.mutations.collectives import function_of, module_of
 from shardwise.run.prove import rank_threads
 from tests.support.random_graphs import REFUSED, RandomSubject, example, prove_example, ranks_of, verify_in_threads
 
-EQUAL, DIFFERS, FAILED = "equal", "differs", "failed"
+EQUAL, DIFFERS, FAILED, MISSED = "equal", "differs", "failed", "missed"
 SAVE_EVERY_S = 20.0
 FAULT = 1 + 1e-15
 
@@ -51,7 +53,7 @@ class ProvenPair:
     def is_bad(self) -> bool:
         """Whether it is a finding: wrong, or judged in two ways, or with a fault that was not found."""
         disagrees = bool(self.verified) and (self.verified == EQUAL) != (self.status == EQUAL)
-        return self.status in (DIFFERS, FAILED) or disagrees or self.fault == "missed"
+        return self.status in (DIFFERS, FAILED) or disagrees or self.fault.startswith(MISSED)
 
     def __str__(self) -> str:
         extra = "".join(f"  {name}: {said}" for name, said in (("verify", self.verified), ("fault", self.fault)) if said)
@@ -104,7 +106,7 @@ def _sample_pair(pair: ProvenPair, samples: Samples, subject: RandomSubject, one
         fault = BrokenSum(rng.randrange(8))
         with fault.installed():
             said = _ask(lambda: prove_example(one, subject)[0])
-        found["fault"] = "none to break" if not fault.has_fired else "missed" if said == EQUAL else "found"
+        found["fault"] = "none to break" if not fault.site else f"{MISSED} in {fault.site}" if said == EQUAL else "found"
     return found
 
 
@@ -116,10 +118,10 @@ def _ask(run: Callable[[], str]) -> str:
 
 
 class BrokenSum:
-    """One collective's result is off by 1e-15: the n-th of those whose numbers are no constants, or the last one there is."""
+    """One sum or gather is off by 1e-15: the first that has other numbers than zero after so many like it. `site`: who asked for it."""
 
     def __init__(self, skipped: int) -> None:
-        self._skipped, self.has_fired = skipped, False
+        self._skipped, self.site = skipped, ""
 
     def installed(self) -> Any:
         """Return the block in which sums and gathers are broken."""
@@ -129,13 +131,25 @@ class BrokenSum:
     def _break(self, combine: Callable[[Sequence[Tensor]], Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
         def combine_wrongly(parts: Sequence[Tensor]) -> Tensor:
             whole = combine(parts)
-            if self.has_fired or not whole.is_floating_point() or not whole.numel() or not bool((whole != 0).any()):
+            if self.site or not whole.is_floating_point() or not whole.numel() or not bool((whole != 0).any()):
                 return whole
             self._skipped -= 1
-            self.has_fired = self._skipped < 0
-            return whole * FAULT if self.has_fired else whole
+            if self._skipped >= 0:
+                return whole
+            self.site = _caller_of_exchange(sys._getframe(1))
+            return whole * FAULT
 
         return combine_wrongly
+
+
+def _caller_of_exchange(frame: FrameType | None) -> str:
+    """Return the nearest function outside of transports and proofs."""
+    while frame is not None:
+        module = module_of(frame.f_code.co_filename)
+        if module and not module.startswith(("world/", "run/prove/")):
+            return f"{module}.{function_of(frame.f_code.co_qualname)}"
+        frame = frame.f_back
+    return "a proof"
 
 
 def summarise(pairs: Sequence[ProvenPair]) -> str:
@@ -143,7 +157,7 @@ def summarise(pairs: Sequence[ProvenPair]) -> str:
     count = Counter(pair.status for pair in pairs)
     verified = [pair for pair in pairs if pair.verified]
     agree = sum((pair.verified == EQUAL) == (pair.status == EQUAL) for pair in verified)
-    faults = Counter(pair.fault for pair in pairs if pair.fault)
+    faults = Counter(pair.fault.partition(" in ")[0] for pair in pairs if pair.fault)
     ran = [pair.cpu_s for pair in pairs if pair.status == EQUAL]
     return (
         f"{len(pairs)} pairs of {len({pair.graph for pair in pairs})} graphs: "

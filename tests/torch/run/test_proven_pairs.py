@@ -51,7 +51,7 @@ def test_findings_are_told_apart() -> None:
         ProvenPair(1, 0, "data=2", "failed"),
         ProvenPair(1, 0, "data=2", "equal", verified="gradients differ"),
         ProvenPair(1, 0, "data=2", "differs", verified="equal"),
-        ProvenPair(1, 0, "data=2", "equal", fault="missed"),
+        ProvenPair(1, 0, "data=2", "equal", fault="missed in run/engine"),
     ]
     assert all(pair.is_bad for pair in findings)
     assert not equal.is_bad
@@ -66,7 +66,7 @@ def test_a_broken_sum_breaks_one_result() -> None:
         assert torch.equal(rank_threads.add_up([0 * ones, 0 * ones]), 0 * ones)  # which no factor changes
         assert not torch.equal(rank_threads.join_flat([ones]), ones)
         assert torch.equal(rank_threads.add_up([ones, ones]), 2 * ones)
-    assert fault.has_fired
+    assert fault.site == "a proof"
 
 
 def test_a_run_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
