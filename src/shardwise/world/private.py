@@ -111,7 +111,7 @@ unscale = torch._amp_foreach_non_finite_check_and_unscale_
 DispatchMode = python_dispatch.TorchDispatchMode
 
 
-class UncompiledDispatchMode(python_dispatch.TorchDispatchMode):
+class UncompiledDispatchMode(python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode under which nothing is compiled, so that no operator needs to turn compilation off for its own call."""
 
     @classmethod

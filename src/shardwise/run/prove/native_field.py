@@ -63,7 +63,7 @@ def _align_operands(x: Tensor, y: Tensor) -> tuple[Tensor, int, Tensor, int, tor
         return x.contiguous(), 1, y, 0, x.shape
     if x.numel() == 1 and x.dim() <= y.dim():
         return x, 0, y.contiguous(), 1, y.shape
-    x, y = torch.broadcast_tensors(x, y)
+    x, y = torch.broadcast_tensors(x, y)  # type: ignore[no-untyped-call]
     return x.contiguous(), 1, y.contiguous(), 1, x.shape
 
 
@@ -144,7 +144,7 @@ def multiply_matrices(x: Tensor, y: Tensor, modulus: int) -> Tensor | None:
     if (library := _library_for(modulus, x, y)) is None or x.dim() < 2 or y.dim() < 2:
         return None
     (n, k), m = x.shape[-2:], y.shape[-1]
-    shape = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    shape = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])  # type: ignore[no-untyped-call]
     batch = shape.numel()
     if y.shape[-2] != k or batch * n * k * m > MAX_PRODUCTS:
         return None
