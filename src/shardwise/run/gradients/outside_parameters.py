@@ -198,6 +198,8 @@ def patch_autograd() -> AutogradPatch:
         _average_tensors([averaged[i] for i in positions], outside.relative_share(), outside.calls[0].world)
         return tuple(averaged)
 
+    if backward is private.TORCH_BACKWARD:
+        private.TRANSPARENT_BACKWARDS.add(backward_and_average)
     torch.autograd.backward = backward_and_average
     torch.autograd.grad = grad_and_average
     _replace_imported_names({backward: backward_and_average, grad: grad_and_average})

@@ -7,7 +7,7 @@ whichever capture computed it (`run/loop/shard_module`), so partial gradients ov
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +21,7 @@ from shardwise.capture.attribute_reads import AttributeRead
 from shardwise.capture.modes import Modes
 from shardwise.capture.nesting import BatchLeaves, BatchSignature, batch_size_of, named_leaves, replace_leaves, tensors_of
 from shardwise.errors import Infeasible, ModelError
+from shardwise.lower.direct_calls import call_operators_directly
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.redistribute import redistribute, scale_gradient
 from shardwise.plan.ir.axis import DATA, sample_axes
@@ -161,16 +162,19 @@ class CapturedForward:
         return [tuple(self._group(axis) for axis in axes if not is_shard(stage.placements[name].get(axis, R))) for name in stage.results]
 
     @cached_property
-    def _prepared_module(self) -> tuple[GatheredWeightSaver, nn.Module, dict[int, Group]]:
-        """The module to run and the saver of its gathered weights, with the groups of outputs, by position, that are summed behind it:
+    def _prepared_module(self) -> tuple[GatheredWeightSaver, Callable[..., Any], dict[int, Group]]:
+        """What runs the module, and the saver of its gathered weights, with the groups of outputs, by position, that are summed behind it:
         scalars over ranks with different samples, where each counts alike."""
         saved, module = self._module_with_gathers
-        if self.relative_share != 1.0 or not isinstance(module, fx.GraphModule):
+        if not isinstance(module, fx.GraphModule):
             return saved, module, {}
+        if self.relative_share != 1.0:
+            return saved, call_operators_directly(module), {}
         tensors, stage = self.rank_model.graph.tensors, self.rank_model.single_stage
         scalars = {i for i, name in enumerate(stage.results) if not tensors[name].shape and tensors[name].dtype.startswith("float")}
         groups = {self._group(axis) for axis in self.rank_model.sharding.sample_axes}
-        return saved, *find_summed_outputs(module, scalars, groups)
+        module, summed = find_summed_outputs(module, scalars, groups)
+        return saved, call_operators_directly(module), summed
 
     @cached_property
     def _extra_gradient_reductions(self) -> list[tuple[int, Group]]:

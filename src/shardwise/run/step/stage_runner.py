@@ -22,6 +22,7 @@ from shardwise.lower.local import LocalStage
 from shardwise.lower.split_backward import DelayedWeightGradients, WeightGradientNote
 from shardwise.run.residency.host_store import OffloadedActivations
 from shardwise.run.state.precision import LossScale
+from shardwise.world import private
 from shardwise.world.memory import Accounts
 
 SMALL_BYTES = 64 << 10  # received or sent per microbatch; the stage's compute then takes less than a millisecond
@@ -194,7 +195,7 @@ class StageRunner:
             seeds.append(torch.zeros_like(saved.root))
         gradients.clear()
         if roots:
-            torch.autograd.backward(roots, seeds)
+            private.run_backward(roots, seeds)
         saved.input_gradients += [x.grad for x in saved.leaves]
         incoming, has_none = iter(saved.input_gradients), any(self._received_gradients) and not saved.input_gradients
         gradients_in: list[Tensor | None] = []
