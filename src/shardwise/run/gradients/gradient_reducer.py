@@ -258,20 +258,22 @@ class GradientReducer:
         number, bucket = self.ordered_buckets[place]
         views: list[Tensor] = []
         gradients: list[Tensor] = []
-        self._allocate(bucket)
+        if bucket.grad is not None:
+            self._allocate(bucket)
+        parameters, of_name, is_first = self.parameters, self._views, self._is_first
         for name in bucket.names:
-            parameter, view = self.parameters[name], self._views[name]
+            parameter, view = parameters[name], of_name[name]
             grad = parameter.grad
             if grad is not None and grad is not view:
                 parameter.grad = None
-                if self._is_first[name]:
+                if is_first[name]:
                     views.append(view)
                     gradients.append(grad)
                 else:
                     view.add_(grad)
-            elif self._is_first[name]:
+            elif is_first[name]:
                 view.zero_()
-            self._is_first[name] = False
+            is_first[name] = False
         if gradients:
             private.copy_tensors(views, gradients)
         return self.groups[number].bucket_gradient(bucket)

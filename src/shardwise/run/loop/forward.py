@@ -71,21 +71,24 @@ class CapturedForward:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
         """Return the output. `inputs`: the tensors of the call by path."""
-        parts, layout, stage = self.rank_model, self.plan.layout, self.rank_model.single_stage
-        tensors = {v.value: inputs[v.name].to(self.world.device) for v in parts.graph.inputs}
-        for value, x in tensors.items():
+        parts, device = self.rank_model, self.world.device
+        values = list(map(parts.variables.get, self._variables))
+        for value, name, positions in self._input_places:
+            x = inputs[name]
+            x = x if x.device == device else x.to(device)
             if x.requires_grad and torch.is_grad_enabled():  # the loop differentiates by it, or layers before the module train
-                tensors[value] = self._enter_differentiable_input(value, x)
+                x = self._enter_differentiable_input(value, x)
             elif ranges := self._local_ranges(value, x.shape):
-                tensors[value] = narrow_to(x, ranges)
-        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in stage.variables]
+                x = narrow_to(x, ranges)
+            for position in positions:
+                values[position] = x
         for position, group in self._extra_gradient_reductions:
             values[position] = redistribute(values[position], R, D, group)
         for position, share in self._gradient_scales:
             values[position] = scale_gradient(values[position], share)
-        kind = self.world.device.type
+        kind = device.type
         user_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own autocast around the call
-        autocast = autocast_dtype_of(layout.precision) or user_dtype
+        autocast = autocast_dtype_of(self.plan.layout.precision) or user_dtype
         saved, module, summed = self._prepared_module
         while self.sums:
             self.sums.pop().wait()
@@ -113,6 +116,17 @@ class CapturedForward:
             excluded = () if self.batch_mode is BatchMode.GLOBAL_BATCH else sharding.sample_axes
             found = self.ranges[value, shape] = sharding.stored(value, shape, at, excluded_axes=excluded)
         return found
+
+    @cached_property
+    def _variables(self) -> tuple[str, ...]:
+        """The graph's parameters, buffers and inputs, in its order."""
+        return tuple(self.rank_model.single_stage.variables)
+
+    @cached_property
+    def _input_places(self) -> list[tuple[str, str, list[int]]]:
+        """Graph value, path in the call and positions among `_variables` of every input."""
+        graph, own = self.rank_model.graph, self.rank_model.variables
+        return [(v.value, v.name, [i for i, x in enumerate(self._variables) if x == v.value and x not in own]) for v in graph.inputs]
 
     @cached_property
     def communicates(self) -> bool:
@@ -354,7 +368,7 @@ class GraphReplica:
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output for this rank's samples. Generation (new objects in the inputs, no gradients) runs the model's own code."""
-        if names := cumulative_norms(self.batch_norms):
+        if self.batch_norms and (names := cumulative_norms(self.batch_norms)):
             with average_cumulatively(self.model, self.captures.source.model, names):
                 return self._compute(args, kwargs, names)
         return self._compute(args, kwargs, ())
@@ -388,7 +402,8 @@ class GraphReplica:
             call_hooks(self.model, hooked, calls)
         has_own_samples = batch is BatchMode.LOCAL_SHARD and max(self._sample_shards) > 0
         num_local = leaves.num_rows if has_own_samples else 0
-        ModuleCall(self.captures.world, self._parameter_ids, num_local, forward.relative_share).record(called, output)
+        if self.captures.world.num_ranks > 1:
+            ModuleCall(self.captures.world, self._parameter_ids, num_local, forward.relative_share).record(called, output)
         return output
 
     @cached_property
