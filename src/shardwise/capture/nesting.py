@@ -90,7 +90,7 @@ class BatchLeaves:
     tensors: dict[str, torch.Tensor]
 
     def __init__(self, batch: Any) -> None:
-        if type(batch) is dict and all([type(x) is torch.Tensor and type(path) is str for path, x in batch.items()]):
+        if type(batch) is dict and set(map(type, batch)) == {str} and set(map(type, batch.values())) == {torch.Tensor}:
             self.by_path = self.tensors = batch  # the usual batch has no nodes
             return
         self.by_path = dict(named_leaves(batch))
