@@ -344,6 +344,16 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
     engine._execution_engine.run_backward(tuple(roots), tuple(gradients), False, False, (), True, True)
 
 
+def run_backward_from(node: Any, output_number: int, gradient: Tensor) -> None:
+    """Run backward from an output of an autograd node, with a gradient of its shape and dtype, into `.grad`."""
+    edge = torch.autograd.graph.GradientEdge(node, output_number)
+    if gradient.is_cuda:
+        TORCH_BACKWARD((edge,), (gradient,))
+        return
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.run_backward((edge,), (gradient,), False, False, (), True, True)
+
+
 def is_operator(target: Any) -> bool:
     """Return whether a graph node's target is an operator of torch or of its dispatcher."""
     return isinstance(target, torch._ops.OpOverload)

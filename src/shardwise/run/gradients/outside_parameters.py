@@ -121,12 +121,12 @@ def _is_whole_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) and getattr(x, "spec", None) is None  # shards of divided modules have a spec
 
 
-def trace_outside_graph(tensors: Iterable[Tensor]) -> OutsideGraph:
-    """Return the graph of `tensors` up to its leaves, without the insides of divided modules."""
+def trace_outside_graph(tensors: Iterable[Tensor], nodes: Iterable[Any] = ()) -> OutsideGraph:
+    """Return the graph of `tensors` and autograd `nodes` up to its leaves, without the insides of divided modules."""
     calls: dict[int, ModuleCall] = {}
     leaves: dict[int, Tensor] = {}
     visited: set[Any] = set()
-    pending: list[Any] = []
+    pending: list[Any] = list(nodes)
 
     def add(x: Tensor) -> None:
         if x.grad_fn is not None:
@@ -160,23 +160,11 @@ def patch_autograd() -> AutogradPatch:
     @wraps(backward)
     def backward_and_average(tensors: Any, *args: Any, **kwargs: Any) -> None:
         outside = trace_outside_graph(tensors_in(tensors))
-        parameters = outside.parameters
         if not outside.calls:
-            patch.warn_unreduced(parameters)
+            patch.warn_unreduced(outside.parameters)
             return backward(tensors, *args, **kwargs)
-        patch.unreduced_call = None
-        outside.check_leaves()
-        if (inputs := kwargs.get("inputs")) is not None:
-            wanted = {id(x) for x in tensors_in(inputs)}
-            parameters = [p for p in parameters if id(p) in wanted]
-        share = outside.relative_share() if parameters else 1.0
-        earlier, patch.root = patch.root, _find_root(tensors, args, kwargs)
-        try:
-            backward(tensors, *args, **kwargs)
-        finally:
-            patch.root = earlier
-        if parameters:
-            _average_gradients(parameters, share, outside.calls[0].world)
+        root = _find_root(tensors, args, kwargs)
+        run_and_average(outside, root, lambda: backward(tensors, *args, **kwargs), kwargs.get("inputs"))
 
     @wraps(grad)
     def grad_and_average(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +192,25 @@ def patch_autograd() -> AutogradPatch:
     torch.autograd.grad = grad_and_average
     _replace_imported_names({backward: backward_and_average, grad: grad_and_average})
     return patch
+
+
+def run_and_average(outside: OutsideGraph, root: Any, run: Callable[[], None], inputs: Any = None) -> None:
+    """Run a backward that reaches calls of divided modules, and average the gradients of what is outside of them. `root`: the node that it
+    starts from with a gradient of one, if it is a single one. `inputs`: the tensors that it differentiates by, if not all."""
+    patch, parameters = patch_autograd(), outside.parameters
+    patch.unreduced_call = None
+    outside.check_leaves()
+    if inputs is not None:
+        wanted = {id(x) for x in tensors_in(inputs)}
+        parameters = [p for p in parameters if id(p) in wanted]
+    share = outside.relative_share() if parameters else 1.0
+    earlier, patch.root = patch.root, root
+    try:
+        run()
+    finally:
+        patch.root = earlier
+    if parameters:
+        _average_gradients(parameters, share, outside.calls[0].world)
 
 
 _BACKWARD_NAMES = (
