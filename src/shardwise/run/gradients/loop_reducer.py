@@ -71,6 +71,7 @@ class LoopGradientReducer:
         self._is_accumulating, self._reduces_now = False, True
         self._used_before: dict[str, None] = {}  # used by backwards without a reduction
         reduced = {name for group, _ in self._reduced_groups for name in group.views}
+        self._reduced_names = frozenset(reduced)
         trained = {member.name: parameters[member.name] for group in groups for member in group.members}
         for number, (_, _, bucket) in enumerate(self._ordered_buckets):
             for name in bucket.names:
@@ -273,6 +274,8 @@ class LoopGradientReducer:
 
     def _find_nonzero_gradients(self) -> set[str]:
         """Return the parameters unused here whose averaged gradient is not zero, so that other ranks used them; one read for all."""
+        if self._reduced_names <= self._used.keys():
+            return set()
         views = {
             name: view
             for group, _ in self._reduced_groups

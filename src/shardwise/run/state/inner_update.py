@@ -37,7 +37,8 @@ class InnerUpdate:
 
     def run(self) -> None:
         """Update the parameters that have a gradient."""
-        if any(self._hooks) and not all(map(private.only_observes, chain(*map(dict.values, self._hooks)))):
+        has_hooks = any(self._hooks)
+        if has_hooks and not all(map(private.only_observes, chain(*map(dict.values, self._hooks)))):
             self._bound = None  # hooks may change gradients
             with torch.no_grad():
                 self._step()
@@ -45,5 +46,10 @@ class InnerUpdate:
         options = [tuple(map(entry.get, private.ADAM_OPTIONS)) for entry in self._optimizer.param_groups]
         if self._bound is None or options != self._options:
             self._bound, self._options = private.bind_fused_adamw(self._optimizer), options
-        with torch.no_grad():
-            self._step() if self._bound is None else private.call_between(self._hooks, self._optimizer, self._bound)
+        if self._bound is None:
+            with torch.no_grad():
+                self._step()
+        elif has_hooks:
+            private.call_between(self._hooks, self._optimizer, self._bound)
+        else:
+            self._bound()

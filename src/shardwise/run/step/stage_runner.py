@@ -126,6 +126,7 @@ class StageRunner:
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
         self._inputs = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
         self._autocast, self._device, self._scale = options.autocast, options.device, options.scale
+        self._seed: tuple[Tensor | None, float] = (None, 0.0)
         self.module: Callable[..., Any] = local.module
 
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], wants_input_gradients: bool = False) -> SavedActivations:
@@ -187,7 +188,7 @@ class StageRunner:
         """
         scale *= self._scale.factor
         roots = [x for x in saved.results if x.requires_grad]
-        seeds: list[Tensor | None] = [torch.full_like(x, scale) for x in roots]
+        seeds: list[Tensor | None] = [self._seed_of(x, scale) for x in roots]
         for x, i in zip(saved.roots, saved.sent_with_gradient, strict=False):
             if gradients[i] is not None:
                 roots.append(x)
@@ -209,6 +210,15 @@ class StageRunner:
             gradients_in.append(torch.zeros(shape, dtype=dtype, device=self._device) if has_gradient and gradient is None else gradient)
         saved.input_gradients.clear()
         return gradients_in
+
+    def _seed_of(self, loss: Tensor, scale: float) -> Tensor:
+        """Return the gradient of a loss: that of the last step, unless it is another one or has been written to."""
+        seed, seed_scale = self._seed
+        is_same = seed is not None and seed_scale == scale and type(loss) is Tensor and not private.version_of(seed)
+        if seed is None or not is_same or seed.shape != loss.shape or seed.dtype is not loss.dtype or seed.device != loss.device:
+            seed = torch.full_like(loss, scale)
+            self._seed = (seed if type(seed) is Tensor else None), scale
+        return seed
 
     def input_gradients(self, saved: SavedActivations) -> dict[str, Tensor]:
         """Return the gradients of the batch's floating-point tensors after backward, if forward was called with them on."""
