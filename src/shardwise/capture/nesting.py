@@ -107,7 +107,7 @@ class BatchLeaves:
     @property
     def num_samples(self) -> int:
         """The number of samples that `with_sample_count` marked the batch with; 0 if one of its tensors is unmarked."""
-        return min((getattr(x, "shardwise_samples", 0) for x in self.tensors.values()), default=0)
+        return min([getattr(x, "shardwise_samples", 0) for x in self.tensors.values()], default=0)
 
     @property
     def key(self) -> Hashable | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.nesting import named_leaves, tensors_in
+from shardwise.capture.nesting import BatchLeaves, tensors_in
 from shardwise.errors import UsageError
 from shardwise.world import private
 from shardwise.world.world import World
@@ -48,10 +48,11 @@ class ModuleCall:
         if not torch.is_grad_enabled():
             patch_autograd().note_unreduced(self)
             return
-        self.inputs.extend(x for _, x in named_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad)
-        for _, x in named_leaves(outputs):
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.grad_fn.metadata[_METADATA_KEY] = self  # type: ignore[index]  # torch's stub takes the property for a method
+        self.inputs.extend([x for x in BatchLeaves(arguments).tensors.values() if x.requires_grad])
+        with private.as_base_tensor():
+            for x in (outputs,) if isinstance(outputs, Tensor) else BatchLeaves(outputs).tensors.values():
+                if x.grad_fn is not None:
+                    x.grad_fn.metadata[_METADATA_KEY] = self  # type: ignore[index]  # torch's stub takes the property for a method
 
 
 @dataclass
@@ -90,6 +91,8 @@ class OutsideGraph:
     @property
     def parameters(self) -> list[Tensor]:
         """Parameters that no divided module reduces."""
+        if not self.leaves:
+            return []
         reduced = frozenset[int]().union(*(call.own_parameters for call in self.calls))
         return [x for x in self.leaves if _is_whole_parameter(x) and id(x) not in reduced]
 
@@ -107,7 +110,7 @@ class OutsideGraph:
 
     def check_leaves(self) -> None:
         """Raise UsageError if a leaf requires a gradient of which it is unknown whether it is of all samples or of this rank's."""
-        local = [call for call in self.calls if call.num_local_samples]
+        local = [call for call in self.calls if call.num_local_samples] if self.leaves else []
         for x in self.leaves if local else ():
             if not isinstance(x, nn.Parameter) and not any(x.shape[:1] == (call.num_local_samples,) for call in local):
                 raise UsageError(
