@@ -33,7 +33,7 @@ class LRUCache(Generic[T]):
 
     def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return the value of a key, built if it is not cached."""
-        value = self.entries.get(key, _MISSING)
+        value: T = self.entries.get(key, _MISSING)
         if value is _MISSING:
             value = self.entries[key] = build()
             while len(self.entries) > self.max_entries:
