@@ -22,7 +22,10 @@ def _tensors(count: int) -> list[torch.Tensor]:
     return [torch.randn(3 + i) for i in range(count)]
 
 
-def _train(update_of: Callable[[Any], Callable[[], object]], options: dict[str, Any], change: Callable[[Any], object]) -> list[torch.Tensor]:
+Change = Callable[[Any], object]
+
+
+def _train(update_of: Callable[[Any], Callable[[], object]], options: dict[str, Any], change: Change) -> list[torch.Tensor]:
     """Four steps, with a change after the second."""
     parameters, gradients = _tensors(3), _tensors(12)
     groups = [{"params": [p], "lr": 0.1} for p in parameters]
