@@ -50,7 +50,7 @@ class CapturedForward:
     def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
         """Return the output. `inputs`: the tensors of the call by path."""
         parts, device = self.rank_model, self.world.device
-        values = list(map(parts.variables.get, self._variables))
+        values: list[Any] = list(map(parts.variables.get, self._variables))
         for value, name, positions in self._input_places:
             x = inputs[name]
             x = x if x.device == device else x.to(device)
@@ -166,7 +166,7 @@ class CapturedForward:
 
     @cached_property
     def _prepared_module(self) -> tuple[GatheredWeightSaver, Callable[..., Any], dict[int, Group]]:
-        """What runs the module, and the saver of its gathered weights, with the groups of outputs, by position, that are summed behind it:
+        """The saver of the module's gathered weights and the function that runs it, with the groups of outputs, by position, that are summed behind it:
         scalars over ranks with different samples, where each counts alike."""
         saved, module = self._module_with_gathers
         if not isinstance(module, fx.GraphModule):
