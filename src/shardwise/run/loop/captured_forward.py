@@ -166,8 +166,8 @@ class CapturedForward:
 
     @cached_property
     def _prepared_module(self) -> tuple[GatheredWeightSaver, Callable[..., Any], dict[int, Group]]:
-        """The saver of the module's gathered weights and the function that runs it, with the groups of outputs, by position, that are summed behind it:
-        scalars over ranks with different samples, where each counts alike."""
+        """The saver of the module's gathered weights, the function that runs it, and the groups of outputs, by position, that are summed
+        behind it: scalars over ranks with different samples, where each counts alike."""
         saved, module = self._module_with_gathers
         if not isinstance(module, fx.GraphModule):
             return saved, module, {}
