@@ -36,7 +36,7 @@ from shardwise.world.memory import Accounts
 from shardwise.world.world import CollectiveWork, Group
 
 BY_PROGRAM = "program"
-MAX_COLLECTED_ELEMENTS = 1 << 14  # of a gradient that waits for its bucket, since a call takes longer than its copy
+MAX_COLLECTED_ELEMENTS = 1 << 12  # of a gradient that waits for its bucket, since a call takes longer than its copy
 AT_END = "end"  # where ranks run different branches: buckets are complete at different places among the collectives of their backwards
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import Infeasible, ModelError, UsageError
-from shardwise.run.gradients.gradient_reducer import MAX_COLLECTED_ELEMENTS
 from shardwise.run.gradients.lent_gradients import LentGradients
 from shardwise.run.gradients.parameter_hooks import ParameterHooks, register_after_accumulation, register_on_gradient
 from shardwise.run.gradients.replica_watch import ReplicaWatch
@@ -32,6 +31,7 @@ from shardwise.world import private
 from shardwise.world.world import World
 
 _NO_CHANGE = nullcontext()
+LARGE_ELEMENTS = 1 << 14  # a gradient of so many is scaled and copied at once; smaller ones all together, which takes fewer calls
 
 
 class LoopGradientReducer:
@@ -167,7 +167,7 @@ class LoopGradientReducer:
                 grad, view = self._parameters[name].grad, group.views[name]
                 if grad is None:
                     view.zero_()
-                elif grad.numel() > MAX_COLLECTED_ELEMENTS or grad.is_sparse or grad.dtype is not view.dtype:
+                elif grad.numel() > LARGE_ELEMENTS or grad.is_sparse or grad.dtype is not view.dtype:
                     torch.mul(grad.to_dense() if grad.is_sparse else grad, scale, out=view)
                 else:
                     targets.append(view)
