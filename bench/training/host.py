@@ -5,9 +5,8 @@ and backward (in plain PyTorch also of `zero_grad`), and of whole steps; operato
 most memory that either holds. A GPU waits for just this where it is faster than the host.
 
 AdamW is fused on both sides: on a processor torch then goes from tensor to tensor, so whole steps are kinder to shardwise than a GPU's
-are, and
-the target is of forward and backward. Of the models for memory the last has more weights than activations: then both hold most when
-backward is over, and shardwise a bucket of gradients twice.
+are, and the target is of forward and backward. Of the models for memory the last has more weights than activations: then both hold most
+when backward is over, and shardwise a bucket of gradients twice.
 """
 
 from __future__ import annotations
