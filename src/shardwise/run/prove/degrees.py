@@ -96,6 +96,7 @@ class Certainty:
     def reset(self, num_steps: int = 1) -> None:
         """Begin another point, of so many training steps."""
         self.num_steps, self.num_functions, self.zero_divisors = num_steps, 0, 0
+        self.unknown_operators = set[str]()  # that stand as random functions of their arguments
         self._num_divisions = Counter[int]()  # by thread: so that ranks with equal programs have equal classes
         self._sums: dict[DivisorClass, int] = {}  # of degrees
         self._nested: dict[DivisorClass, dict[DivisorClass, int]] = {}  # sums of powers of divisors within divisors

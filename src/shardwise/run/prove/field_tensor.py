@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ LEAST = tuple(torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}  # by operator (without overload): called with (operator, *args, **kwargs)
 COMPLEX_RULES: dict[Any, Rule] = {}  # likewise, of operators with a complex argument
+FALLBACKS: list[Rule] = []  # called in order for an operator without exact form; NotImplemented: not its kind
 
 
 class NotProvable(ModelError):
@@ -209,17 +211,33 @@ def call_complex_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator by its rule, or composed of others. Raises NotProvable if it has neither."""
+    """Run an operator by its rule, composed of others, or by a fallback. Raises NotProvable if it has none of them."""
+    try:
+        return _run_exactly(rules, func, args, kwargs)
+    except ComplexOperand:
+        raise
+    except NotProvable:
+        for fallback in FALLBACKS:
+            with suppress(NotProvable):
+                if (result := fallback(func, *args, **kwargs)) is not NotImplemented:
+                    return result
+        raise
+
+
+def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = rules.get(func) or rules.get(func.overloadpacket)
     if rule is not None:
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
-    if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None and plain in rules:
-        return write(args[0], plain(*args, **kwargs))
+    if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
+        value = plain(*args, **kwargs)
+        if value.shape != args[0].shape:
+            raise NotProvable(f"{func} changes a tensor's shape in place")
+        return write(args[0], value)
     if (out := kwargs.get("out")) is not None and func.overloadpacket in rules:
         return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
-    if (composed := private.DECOMPOSITIONS.get(func)) is not None:
-        return composed(*args, **kwargs)
+    if (composed := private.DECOMPOSITIONS.get(func)) is not None and (result := composed(*args, **kwargs)) is not NotImplemented:
+        return result
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         raise NotProvable(f"{func} has no exact form in a finite field")
@@ -259,6 +277,12 @@ def register_for(*operators: Any, rules: dict[Any, Rule] = RULES) -> Callable[[R
         return function
 
     return register_rule
+
+
+def register_fallback(function: Rule) -> Rule:
+    """Register a fallback, after those that there are."""
+    FALLBACKS.append(function)
+    return function
 
 
 def keep_exponents(x: FieldTensor) -> FieldTensor:

@@ -29,7 +29,16 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.prove import complex_rules, fused_rules, order_rules, rules, window_rules  # noqa: F401 - they register rules
+from shardwise.run.prove import (  # noqa: F401 - they register rules, and what stands for operators without one, in order
+    complex_rules,
+    ctc_rules,
+    derived_backward,
+    fused_rules,
+    order_rules,
+    unknown_operators,
+    rules,
+    window_rules,
+)
 from shardwise.run.prove.degrees import CERTAINTY, CONSTANT, LINEAR
 from shardwise.run.prove.field_tensor import (
     ComplexFieldTensor,
@@ -125,7 +134,7 @@ def prove_plan(
     shown = replace(plan.layout, precision=precision if subject.scales_loss else "float32", gradients="float32")
     return Proof(
         str(shown), plan.model, points, redrawn,
-        1.0 if differences else probability, tuple(differences), wrong,
+        1.0 if differences else probability, tuple(differences), wrong, unknown_operators=tuple(sorted(CERTAINTY.unknown_operators)),
     )  # fmt: skip
 
 

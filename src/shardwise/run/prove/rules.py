@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -216,10 +217,14 @@ def _reciprocal_square_root(func: Any, x: FieldTensor) -> Any:
 
 @register_for(aten.linalg_vector_norm)
 def _apply_norm(func: Any, x: FieldTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    if ord != 2:
-        raise NotProvable(f"the norm of order {ord} has no exact form yet")
-    squares = x * x if (square := _square_of(x)) is None else square
-    return (squares.sum() if dim is None else squares.sum(dim, keepdim)).sqrt()
+    dims = list(range(x.dim())) if dim is None else dim
+    if ord == 2:
+        squares = x * x if (square := _square_of(x)) is None else square
+        return squares.sum(dims, keepdim).sqrt()
+    sizes = x.abs()
+    if math.isinf(ord):
+        return sizes.amax(dims, keepdim) if ord > 0 else sizes.amin(dims, keepdim)
+    return (x != 0).sum(dims, keepdim).double() if ord == 0 else (sizes**ord).sum(dims, keepdim) ** (1 / ord)
 
 
 @register_for(aten.pow)
@@ -228,8 +233,8 @@ def _apply_raise(func: Any, x: Any, exponent: Any) -> Any:
         raise NotProvable("a power with a computed exponent has no exact form")
     if isinstance(exponent, Tensor):
         return FieldTensor(field.random_function("pow", x.a * 31 + lift_constants(exponent).a), degree=[LINEAR])
-    if exponent == 0.5:
-        return x.sqrt()
+    if exponent in (0.5, 1):
+        return x.sqrt() if exponent == 0.5 else x.clone()
     if float(exponent).is_integer():
         if exponent == 2 and (square := _square_of(x)) is not None:
             return square
@@ -309,6 +314,18 @@ def _apply_sum(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False
 def _apply_mean(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     total: Any = _apply_sum(func, x, dim, keepdim)
     return total / (x.numel() // max(1, total.numel()))
+
+
+@register_for(aten.prod, aten.cumprod)
+def _apply_product(func: Any, x: FieldTensor, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Return products along a dimension, or of all numbers."""
+    flat = x.reshape(-1) if dim is None else x.movedim(dim, 0)
+    products: list[Any] = [flat[0]]
+    for i in range(1, len(flat)):
+        products.append(products[-1] * flat[i])
+    if func.overloadpacket is aten.cumprod:
+        return torch.stack(products, dim if dim is not None else 0)
+    return products[-1].unsqueeze(dim) if keepdim and dim is not None else products[-1]
 
 
 @register_for(aten.cumsum)
