@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise
-from shardwise.run.prove import prove as _  # noqa: F401 - registers the rules
 from shardwise.run.prove import ctc_rules, operator_trials, rank_threads
+from shardwise.run.prove import prove as _  # noqa: F401 - registers the rules
 from shardwise.run.prove.field_tensor import FieldMode, NotProvable, have_equal_numbers, lift_constants, random_numbers
 from shardwise.run.prove.proof import Proof
 from tests.torch.run.test_prove_rules import values_and_gradient
+
 
 @torch.library.custom_op("tests::softmax_of_rows", mutates_args=())
 def softmax_of_rows(x: Tensor, lengths: Tensor) -> Tensor:
@@ -108,9 +109,7 @@ def test_gradients_are_linear_in_what_arrives() -> None:
     x, y = random_numbers((2, 3, 4), "x", 0), random_numbers((2, 5, 4), "y", 0)
     gradients = [random_numbers((2, 3, 5), name, 0) for name in "gh"]
     distances = torch.ops.aten._cdist_forward(x, y, 2.0, None)
-    first, second, both = (
-        torch.ops.aten._cdist_backward(g, x, y, 2.0, distances) for g in (*gradients, gradients[0] + gradients[1])
-    )
+    first, second, both = (torch.ops.aten._cdist_backward(g, x, y, 2.0, distances) for g in (*gradients, gradients[0] + gradients[1]))
     assert have_equal_numbers(first + second, both)
     assert not have_equal_numbers(first + first, both)
 
@@ -234,7 +233,9 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("operator", [torch.ops.tests.tanh_of_rows, torch.special.i0e, torch.lgamma])
 def test_operators_of_rows_are_proven(operator: Any) -> None:
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    proofs = shardwise.prove(lambda: Rows(operator), ["data=2 zero=1", "tensor=2", "pipeline=2 microbatches=2"], batch, max_error_probability=0.1)
+    proofs = shardwise.prove(
+        lambda: Rows(operator), ["data=2 zero=1", "tensor=2", "pipeline=2 microbatches=2"], batch, max_error_probability=0.1
+    )
     assert isinstance(proofs, tuple)
     for proof in proofs:
         assert proof.ok, proof

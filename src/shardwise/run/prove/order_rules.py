@@ -27,7 +27,7 @@ from shardwise.run.prove.rules import apply_function
 
 @register_for(aten.amax, aten.amin)
 def _apply_extreme(func: Any, x: FieldTensor, dim: Any = (), keepdim: bool = False) -> Any:
-    dims = [d % x.dim() for d in (dim if isinstance(dim, list | tuple) else [dim])] or list(range(x.dim()))
+    dims = [d % x.dim() for d in (dim if isinstance(dim, list | tuple) else [dim]) if x.dim()] or list(range(x.dim()))
     out: Any = x
     for d in sorted(dims, reverse=True):
         order = signed_order(out)

@@ -35,8 +35,8 @@ from shardwise.run.prove import (  # noqa: F401 - they register rules, and what 
     derived_backward,
     fused_rules,
     order_rules,
-    unknown_operators,
     rules,
+    unknown_operators,
     window_rules,
 )
 from shardwise.run.prove.degrees import CERTAINTY, CONSTANT, LINEAR

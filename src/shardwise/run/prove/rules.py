@@ -34,7 +34,7 @@ STRUCTURE = (
     *VIEWS, aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
     aten.alias, aten.detach, aten.index, aten.gather, aten.index_select, aten.repeat, aten.roll, aten.flip, aten.unfold, aten.diagonal,
     aten.as_strided, aten.split, aten.split_with_sizes, aten.unbind, aten.tril, aten.triu, aten.slice_backward, aten.select_backward,
-    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
+    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.as_strided_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
 )  # fmt: skip
 _NARROWING = {aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind}
 # As with real numbers: f'(x) is another random function of x. relu, abs, clamp and others follow from comparisons.
@@ -96,6 +96,12 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         for part in out if isinstance(out, list) else [out]:
             part.degree = [CERTAINTY.degree_of_part(part.a, degree_of(x))]
     return out
+
+
+@register_for(aten.masked_select)
+def _select_masked(func: Any, x: Any, mask: Tensor) -> Any:
+    x, mask = torch.broadcast_tensors(lift_constants(x), mask)
+    return x[mask]
 
 
 @register_for(aten._to_copy)
@@ -296,6 +302,11 @@ def _add_product(func: Any, c: Any, x: Any, y: Any, beta: float = 1, alpha: floa
 
 
 RULES[aten.baddbmm] = _add_product
+
+
+@register_for(aten.addbmm)
+def _add_sum_of_products(func: Any, c: Any, x: Any, y: Any, beta: float = 1, alpha: float = 1) -> Any:
+    return _add_product(func, c, x.transpose(0, 1).flatten(1), y.flatten(0, 1), beta, alpha)
 
 
 def _apply_linear(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor:

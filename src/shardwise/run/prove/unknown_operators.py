@@ -70,7 +70,7 @@ def _split_slices(x: Tensor, dims: Sequence[int | None]) -> Tensor:
     """Return numbers as [size of each dimension of slices, numbers of a slice], 1 where a tensor has not the dimension."""
     first = [d for d in dims if d is not None]
     rest = [d for d in range(x.dim()) if d not in first]
-    return x.permute(*first, *rest).reshape(*(1 if d is None else x.shape[d] for d in dims), -1)
+    return x.permute([*first, *rest]).reshape(*(1 if d is None else x.shape[d] for d in dims), -1)
 
 
 def _text_of(call: OperatorCall, index: int, found: ResultStructure) -> str:
@@ -108,7 +108,7 @@ def _result_of(call: OperatorCall, arguments: Sequence[_Numbers], index: int, fo
     if linear_in is not None:
         own = arguments[linear_in]
         slices = _split_slices(own.numbers, dims[linear_in])
-        if own.hidden is not None or num_slices * num_places * slices.shape[-1] > _MAX_SLOPES:
+        if own.hidden is not None or not 0 < num_slices * num_places * slices.shape[-1] <= _MAX_SLOPES:
             linear_in = None
     total = torch.zeros(tuple(shape[d] for d in sliced), dtype=torch.int64)
     for number, argument in enumerate(arguments):
