@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise.run.prove import ctc_rules, operator_trials, rank_threads
-from shardwise.run.prove import prove as _  # noqa: F401 - registers the rules
+from shardwise.run.prove import prove as _rules  # noqa: F401 - registers the rules
 from shardwise.run.prove.field_tensor import FieldMode, NotProvable, have_equal_numbers, lift_constants, random_numbers
 from shardwise.run.prove.proof import Proof
 from tests.torch.run.test_prove_rules import values_and_gradient
@@ -177,7 +177,7 @@ def test_speech_is_proven_along_every_axis() -> None:
 
 def test_path_sums_are_torchs_losses() -> None:
     """In float64: losses, and gradients by scores; twin: labels of another sample."""
-    frames, labels, lengths, label_lengths = speech_batch()
+    _, labels, lengths, label_lengths = speech_batch()
     scores = torch.randn(8, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     expected = functional.ctc_loss(scores.log_softmax(-1), labels, lengths, label_lengths, reduction="none")
     losses = ctc_rules.losses_of_sums(ctc_rules.sum_paths(scores.log_softmax(-1), labels, lengths, label_lengths, 0), False)

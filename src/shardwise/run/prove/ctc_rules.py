@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise.capture.patches import ctc  # noqa: F401 - registers the operators
 from shardwise.run.prove.field_tensor import NotProvable, aten, register_for, zeros_of
 from shardwise.world import private
 

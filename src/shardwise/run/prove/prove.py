@@ -33,6 +33,7 @@ from shardwise.run.prove import (  # noqa: F401 - they register rules, and what 
     complex_rules,
     ctc_rules,
     derived_backward,
+    fourier_rules,
     fused_rules,
     order_rules,
     rules,

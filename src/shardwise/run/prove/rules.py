@@ -34,7 +34,8 @@ STRUCTURE = (
     *VIEWS, aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
     aten.alias, aten.detach, aten.index, aten.gather, aten.index_select, aten.repeat, aten.roll, aten.flip, aten.unfold, aten.diagonal,
     aten.as_strided, aten.split, aten.split_with_sizes, aten.unbind, aten.tril, aten.triu, aten.slice_backward, aten.select_backward,
-    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.as_strided_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
+    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.as_strided_scatter,
+    aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
 )  # fmt: skip
 _NARROWING = {aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind}
 # As with real numbers: f'(x) is another random function of x. relu, abs, clamp and others follow from comparisons.

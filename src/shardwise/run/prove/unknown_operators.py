@@ -30,7 +30,7 @@ from shardwise.run.prove.finite_field import P
 from shardwise.run.prove.operator_trials import OperatorCall, ResultStructure, describe_call, find_structures, refuse_call
 from shardwise.world import private
 
-_MAX_SLOPES = 1 << 18  # of a linear function; above, it is a random one that is not linear
+_RANK = 4  # of a linear function: programs that call an operator fewer times on the same arguments have no more identities than with any
 
 
 @register_fallback
@@ -99,17 +99,12 @@ def _hash_slices(text: str, x: Tensor) -> Tensor:
 def _result_of(call: OperatorCall, arguments: Sequence[_Numbers], index: int, found: ResultStructure) -> Tensor:
     if found.values is not None:
         return torch.tensor(found.values, dtype=found.dtype).reshape(found.shape)
-    text, linear_in = _text_of(call, index, found), found.linear_in
+    text = _text_of(call, index, found)
     dims = [[dim.of_arguments[number] for dim in found.dims] for number in range(len(arguments))]
     shape = (*found.shape, 2) if found.dtype.is_complex else found.shape
     sliced = [dim.of_result for dim in found.dims]
     rest = [d for d in range(len(shape)) if d not in sliced]
-    num_places, num_slices = prod(shape[d] for d in rest), prod(shape[d] for d in sliced)
-    if linear_in is not None:
-        own = arguments[linear_in]
-        slices = _split_slices(own.numbers, dims[linear_in])
-        if own.hidden is not None or not 0 < num_slices * num_places * slices.shape[-1] <= _MAX_SLOPES:
-            linear_in = None
+    linear_in = None if found.linear_in is None or arguments[found.linear_in].hidden is not None else found.linear_in
     total = torch.zeros(tuple(shape[d] for d in sliced), dtype=torch.int64)
     for number, argument in enumerate(arguments):
         if number != linear_in:
@@ -118,14 +113,31 @@ def _result_of(call: OperatorCall, arguments: Sequence[_Numbers], index: int, fo
                 hidden = _split_slices(argument.hidden.to(torch.int64), dims[number])
                 total = (total + _hash_slices(f"{text} hidden {number}", hidden)) % P
     CERTAINTY.num_functions += 1
-    places = (total.unsqueeze(-1) + field.random_function(f"{text} place", torch.arange(num_places))) % P
+    num_places = prod(shape[d] for d in rest)
     if linear_in is None:
-        numbers, degree = field.random_function(text, places), LINEAR
+        numbers, degree = field.random_function(text, _places_of(f"{text} place", total, num_places)), LINEAR
     else:
-        columns = field.random_function(f"{text} column", torch.arange(slices.shape[-1]))
-        slopes = field.random_function(text, (places.unsqueeze(-1) + columns) % P)
-        numbers, degree = field.multiply_matrices(slopes, slices.unsqueeze(-1)).squeeze(-1), own.degree + LINEAR
+        own = arguments[linear_in]
+        numbers = _apply_slopes(text, total, num_places, _split_slices(own.numbers, dims[linear_in]))
+        degree = own.degree + LINEAR
     order = [*sliced, *rest]
     numbers = numbers.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))]).contiguous()
     out = FieldTensor(numbers, degree=[degree])
     return ComplexFieldTensor(out) if found.dtype.is_complex else out
+
+
+def _places_of(text: str, total: Tensor, count: int) -> Tensor:
+    """Return a number for each slice and each of `count` places in it."""
+    return (total.unsqueeze(-1) + field.random_function(text, torch.arange(count))) % P
+
+
+def _apply_slopes(text: str, total: Tensor, num_places: int, slices: Tensor) -> Tensor:
+    """Return a random linear function of slices, which `total` chooses: of rank four, so that large slices take no large matrices."""
+    numbers = torch.zeros((*total.shape, num_places), dtype=torch.int64)
+    for rank in range(_RANK):
+        slopes = field.random_function(f"{text} slope {rank}", _places_of(f"{text} column", total, slices.shape[-1]))
+        products = field.multiply_residues(slopes, slices.expand(slopes.shape))
+        sums = field.apply_linear(lambda part: part.sum(-1, keepdim=True), products)
+        weights = field.random_function(f"{text} weight {rank}", _places_of(f"{text} place", total, num_places))
+        numbers = (numbers + field.multiply_residues(weights, sums.expand(weights.shape))) % P
+    return numbers
