@@ -20,7 +20,7 @@ from shardwise.run.prove.finite_field import LARGEST_WEIGHT
 DivisorClass = tuple[int, int, int]
 _Powers = dict[DivisorClass, int]
 _NUM_CLASSES = 16  # of divisions of a level and size: any partition is right, a finer one tells layers apart
-_MAX_JOINED = 1 << 14  # elements of a tensor whose parts' degrees are told apart
+_MAX_JOINED = 1 << 17  # elements of a tensor whose parts' degrees are told apart
 
 
 def _add_powers(x: _Powers, y: _Powers) -> _Powers:
@@ -124,12 +124,16 @@ class Certainty:
         if all(degree == joined for degree, _ in parts) or sum(numbers.numel() for _, numbers in parts) > _MAX_JOINED:
             return joined
         for degree, numbers in parts:
-            self._joined.update(dict.fromkeys(numbers.flatten().tolist(), degree))
+            elements: list[int] = numbers.flatten().tolist()
+            if degree.is_joined:  # elements that were put together have their own already; others were computed of them
+                elements = [element for element in elements if element not in self._joined]
+            self._joined.update(dict.fromkeys(elements, replace(degree, is_joined=False)))
+        self._joined[0] = CONSTANT  # padding, which is computed with as with other rows
         return replace(joined, is_joined=True)
 
     def degree_of_part(self, numbers: Tensor, joined: Degree) -> Degree:
         """Return the degree of a part of a tensor that was put together."""
-        own_degrees = [self._joined.get(number) for number in numbers.flatten().tolist()]
+        own_degrees = list({id(own): own for own in map(self._joined.get, numbers.flatten().tolist())}.values())
         degree = own_degrees[0] if own_degrees else CONSTANT
         for own in own_degrees:
             if own is None or degree is None:

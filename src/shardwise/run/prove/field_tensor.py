@@ -41,7 +41,8 @@ class ComplexOperand(NotProvable):
 class FieldTensor(Tensor):
     """`a`: numbers modulo P. `root_of`: of a square root, its square, so that it can
     be squared exactly. `reciprocal_of`: of 1 / y, y. `degree`: of the polynomial in random numbers, and reciprocals of divisors, that its
-    elements are at most; one list for all views of a buffer, None until the operator has returned.
+    elements are at most; one list for all views of a buffer, None until the operator has returned. `part_degree`: of a part of a buffer,
+    and that of the buffer for which it holds.
 
     `b`: exponents modulo Q, of which exp is the power: a random function of the number, so that equal numbers have equal exponents however
     they were summed. Only logarithms and largest values, and their sums with others, have exponents of their own (`has_own_exponents`):
@@ -52,6 +53,7 @@ class FieldTensor(Tensor):
     root_of: FieldTensor | None
     reciprocal_of: FieldTensor | None
     degree: list[Degree] | None
+    part_degree: tuple[Degree, Degree] | None
     own_exponents: list[Tensor | None]  # of all numbers of the memory; one list for all tensors that lie there
     hidden_numbers: list[Tensor | None]  # of all numbers of the memory, whether each is minus infinity; likewise
 
@@ -61,7 +63,7 @@ class FieldTensor(Tensor):
             cls, a.shape, strides=a.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=False
         )
         x.a, x.own_exponents, x.hidden_numbers = a, [None], [None]
-        x.root_of, x.reciprocal_of, x.degree = None, None, degree
+        x.root_of, x.reciprocal_of, x.degree, x.part_degree = None, None, degree, None
         if b is not None:
             x.allocate_exponents()
             x.b.copy_(b)
@@ -174,7 +176,10 @@ class ComplexFieldTensor(Tensor):
 def degree_of(x: object) -> Degree:
     """Return the degree of a tensor's elements."""
     x = x.pair if isinstance(x, ComplexFieldTensor) else x
-    return x.degree[0] if isinstance(x, FieldTensor) and x.degree is not None else CONSTANT
+    if not isinstance(x, FieldTensor) or x.degree is None:
+        return CONSTANT
+    part = x.part_degree
+    return part[0] if part is not None and part[1] is x.degree[0] else x.degree[0]
 
 
 def add_divisor(y: FieldTensor) -> Degree:
@@ -374,15 +379,21 @@ def write(target: Tensor, source: Any) -> Tensor:
         target.allocate_exponents()
     elif target.has_own_exponents and target.is_whole and not value.has_own_exponents:
         target.own_exponents[0] = None
+    if target.degree is not None:
+        target.degree[0] = degree_of(value) if target.is_whole else _degree_after_write(target, target.degree[0], value)
     target.a.copy_(value.a.expand(target.shape))
     if target.has_own_exponents:
         target.b.copy_(value.b.expand(target.shape))
     if target.hidden is not None or (value.hidden is not None and bool(value.hidden.any())):
         target.hide(hidden_or_none(value).expand(target.shape))
     target.root_of = target.reciprocal_of = None
-    if target.degree is not None:
-        target.degree[0] = degree_of(value) if target.is_whole else target.degree[0] | degree_of(value)
     return target
+
+
+def _degree_after_write(target: FieldTensor, before: Degree, value: FieldTensor) -> Degree:
+    """Return the degree of a buffer, a part of which is written. Other parts keep their own."""
+    buffer = target.a.as_strided((target.a.untyped_storage().nbytes() // target.a.element_size(),), (1,), 0)
+    return CERTAINTY.join_degrees([(before, buffer), (degree_of(value), value.a)])
 
 
 def random_like(x: Tensor, name: str, seed: int) -> Tensor:

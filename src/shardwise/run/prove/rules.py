@@ -56,7 +56,8 @@ def _apply_to_components(x: FieldTensor, f: Callable[[Tensor], Any]) -> Any:
         if numbers.untyped_storage().data_ptr() == x.a.untyped_storage().data_ptr():
             out = view_of(x, numbers)
         else:
-            out = FieldTensor(numbers, f(x.b) if x.has_own_exponents else None, None if x.hidden is None else f(x.hidden), x.degree)
+            degree = None if x.degree is None else [degree_of(x)]
+            out = FieldTensor(numbers, f(x.b) if x.has_own_exponents else None, None if x.hidden is None else f(x.hidden), degree)
         if x.root_of is not None:
             out.root_of = _apply_to_components(x.root_of, f)
         if x.reciprocal_of is not None:
@@ -68,7 +69,7 @@ def _apply_to_components(x: FieldTensor, f: Callable[[Tensor], Any]) -> Any:
 def view_of(x: FieldTensor, numbers: Tensor) -> FieldTensor:
     """Return a tensor of some of the numbers of `x`, where they lie."""
     view = FieldTensor(numbers, degree=x.degree)
-    view.own_exponents, view.hidden_numbers = x.own_exponents, x.hidden_numbers
+    view.own_exponents, view.hidden_numbers, view.part_degree = x.own_exponents, x.hidden_numbers, x.part_degree
     return view
 
 
@@ -91,11 +92,12 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
-        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None)
+        degree = CERTAINTY.join_degrees([(degree_of(value), value.a) for value in (x, *args) if isinstance(value, FieldTensor)])
+        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None, degree=[degree])
     out = _apply_to_components(x, lambda part: func(part, *args, **kwargs))
     if func.overloadpacket in _NARROWING and degree_of(x).is_joined:
         for part in out if isinstance(out, list) else [out]:
-            part.degree = [CERTAINTY.degree_of_part(part.a, degree_of(x))]
+            part.part_degree = (CERTAINTY.degree_of_part(part.a, degree_of(x)), part.degree[0])
     return out
 
 
