@@ -21,6 +21,7 @@ DivisorClass = tuple[int, int, int]
 _Powers = dict[DivisorClass, int]
 _NUM_CLASSES = 16  # of divisions of a level and size: any partition is right, a finer one tells layers apart
 _MAX_JOINED = 1 << 17  # elements of a tensor whose parts' degrees are told apart
+_LOW = 1 << 8  # a degree below which parts of a buffer have its degree: recurrences over rows have higher ones
 
 
 def _add_powers(x: _Powers, y: _Powers) -> _Powers:
@@ -130,6 +131,11 @@ class Certainty:
             self._joined.update(dict.fromkeys(elements, replace(degree, is_joined=False)))
         self._joined[0] = CONSTANT  # padding, which is computed with as with other rows
         return replace(joined, is_joined=True)
+
+    def degree_after_write(self, before: Degree, buffer: Tensor, written: Degree, numbers: Tensor) -> Degree:
+        """Return the degree of a buffer, a part of which is written: other parts keep their own, where that is worth their numbers."""
+        joined = before | written
+        return joined if joined.total < _LOW else self.join_degrees([(before, buffer), (written, numbers)])
 
     def degree_of_part(self, numbers: Tensor, joined: Degree) -> Degree:
         """Return the degree of a part of a tensor that was put together."""

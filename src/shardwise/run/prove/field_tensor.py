@@ -393,7 +393,7 @@ def write(target: Tensor, source: Any) -> Tensor:
 def _degree_after_write(target: FieldTensor, before: Degree, value: FieldTensor) -> Degree:
     """Return the degree of a buffer, a part of which is written. Other parts keep their own."""
     buffer = target.a.as_strided((target.a.untyped_storage().nbytes() // target.a.element_size(),), (1,), 0)
-    return CERTAINTY.join_degrees([(before, buffer), (degree_of(value), value.a)])
+    return CERTAINTY.degree_after_write(before, buffer, degree_of(value), value.a)
 
 
 def random_like(x: Tensor, name: str, seed: int) -> Tensor:

@@ -92,7 +92,8 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
-        degree = CERTAINTY.join_degrees([(degree_of(value), value.a) for value in (x, *args) if isinstance(value, FieldTensor)])
+        source = next(value for value in args if isinstance(value, FieldTensor))
+        degree = CERTAINTY.degree_after_write(degree_of(x), x.a, degree_of(source), source.a)
         return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None, degree=[degree])
     out = _apply_to_components(x, lambda part: func(part, *args, **kwargs))
     if func.overloadpacket in _NARROWING and degree_of(x).is_joined:
