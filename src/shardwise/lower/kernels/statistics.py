@@ -145,7 +145,7 @@ def write_buffer(target: Callable[..., Any], draw: DrawState, buffer: Tensor, *a
         later.writes.setdefault(draw.microbatch, []).append(lambda: target(buffer, *args, **kwargs))
         return buffer
     with torch.no_grad():
-        # A parameter's memory as a tensor with a version of its own: parameters share a buffer, and autograd takes a write to one as one to all.
+        # With a version of its own: parameters share a buffer, and autograd takes a write to one as one to all.
         target(buffer.data if buffer.requires_grad else buffer, *args, **kwargs)
     return buffer
 
