@@ -19,6 +19,7 @@ from shardwise.run.prove.finite_field import LARGEST_WEIGHT
 # Level (0: a polynomial, 1: with reciprocals of level 0, ...), size of the tensor in bits, number of the division modulo a few.
 DivisorClass = tuple[int, int, int]
 _Powers = dict[DivisorClass, int]
+HIGH_LEVEL = 6  # of a divisor: a model whose degree is too high is proven with random functions for reciprocals of higher ones
 _NUM_CLASSES = 16  # of divisions of a level and size: any partition is right, a finer one tells layers apart
 _MAX_JOINED = 1 << 17  # elements of a tensor whose parts' degrees are told apart
 _LOW = 1 << 8  # a degree below which parts of a buffer have its degree: recurrences over rows have higher ones
@@ -82,6 +83,11 @@ def _degree_of_sum(x: Degree, y: Degree) -> Degree:
 CONSTANT, LINEAR = Degree(), Degree(1)
 
 
+def _level_of(divisor: Degree) -> int:
+    """Return how many divisions lie below one by a number."""
+    return 1 + max((key[0] for key in divisor.reciprocals), default=-1)
+
+
 class Certainty:
     """What bounds the probability that a wrong program passes (Schwartz 1980, Zippel 1979).
 
@@ -92,6 +98,7 @@ class Certainty:
     """
 
     def __init__(self) -> None:
+        self.max_level: int | None = None  # of divisors whose reciprocals are exact; None: of all
         self.reset()
 
     def reset(self, num_steps: int = 1) -> None:
@@ -103,14 +110,17 @@ class Certainty:
         self._nested: dict[DivisorClass, dict[DivisorClass, int]] = {}  # sums of powers of divisors within divisors
         self._joined: dict[int, Degree] = {}  # by number, which tells elements apart: it is random
 
+    def is_exact_divisor(self, degree: Degree) -> bool:
+        """Return whether the reciprocal of a number of a degree is exact, and not a random function of it."""
+        return self.max_level is None or _level_of(degree) <= self.max_level
+
     def add_divisors(self, degree: Degree, count: int, zeros: int = 0) -> Degree:
         """Note a division by `count` elements of a degree, of which some are zero; return the degree of their reciprocal."""
         self.zero_divisors += zeros
         if not degree.total:
             return CONSTANT
         self._num_divisions[threading.get_ident()] += 1
-        level = 1 + max((key[0] for key in degree.reciprocals), default=-1)
-        key = (level, count.bit_length(), self._num_divisions[threading.get_ident()] % _NUM_CLASSES)
+        key = (_level_of(degree), count.bit_length(), self._num_divisions[threading.get_ident()] % _NUM_CLASSES)
         self._sums[key] = self._sums.get(key, 0) + degree.total * count
         for inner, power in degree.reciprocals.items():
             sums = self._nested.setdefault(key, {})

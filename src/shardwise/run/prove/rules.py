@@ -197,6 +197,9 @@ def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -
     if rounding_mode is not None:
         raise NotProvable("a quotient of computed numbers is rounded")
     x, y = lift_constants(x), lift_constants(y)
+    if y.reciprocal_of is None and not CERTAINTY.is_exact_divisor(degree_of(y)):
+        CERTAINTY.zero_divisors += int((y.a == 0).sum())
+        return multiply_numbers(func, x, apply_function("reciprocal", y))
     reciprocal = degree_of(y.reciprocal_of) if y.reciprocal_of is not None else add_divisor(y)
     quotient = field.multiply_residues(x.a, field.inverse_of(y.a))
     if not degree_of(x).total and not reciprocal.total:
