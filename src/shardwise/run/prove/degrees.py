@@ -19,7 +19,7 @@ from shardwise.run.prove.finite_field import LARGEST_WEIGHT
 # Level (0: a polynomial, 1: with reciprocals of level 0, ...), size of the tensor in bits, number of the division modulo a few.
 DivisorClass = tuple[int, int, int]
 _Powers = dict[DivisorClass, int]
-HIGH_LEVEL = 6  # of a divisor: a model whose degree is too high is proven with random functions for reciprocals of higher ones
+HIGH_LEVEL = 3  # of a divisor: a model whose degree is too high is proven with random functions for reciprocals of higher ones
 _NUM_CLASSES = 16  # of divisions of a level and size: any partition is right, a finer one tells layers apart
 _MAX_JOINED = 1 << 17  # elements of a tensor whose parts' degrees are told apart
 _LOW = 1 << 8  # a degree below which parts of a buffer have its degree: recurrences over rows have higher ones

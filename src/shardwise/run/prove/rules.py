@@ -94,7 +94,8 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
         source = next(value for value in args if isinstance(value, FieldTensor))
         degree = CERTAINTY.degree_after_write(degree_of(x), x.a, degree_of(source), source.a)
-        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None, degree=[degree])
+        hidden = _hidden_of(lambda *masks: func(masks[0], *[masks[1] if value is source else value for value in args], **kwargs), x, source)
+        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None, hidden, [degree])
     out = _apply_to_components(x, lambda part: func(part, *args, **kwargs))
     if func.overloadpacket in _NARROWING and degree_of(x).is_joined:
         for part in out if isinstance(out, list) else [out]:
@@ -316,9 +317,24 @@ def _add_sum_of_products(func: Any, c: Any, x: Any, y: Any, beta: float = 1, alp
     return _add_product(func, c, x.transpose(0, 1).flatten(1), y.flatten(0, 1), beta, alpha)
 
 
+def _hidden_of(f: Callable[..., Tensor], *parts: FieldTensor) -> Tensor | None:
+    """Return where the result of an operator that places or adds numbers is minus infinity."""
+    if all(x.hidden is None for x in parts):
+        return None
+    return f(*(hidden_or_none(x).to(torch.int64) for x in parts)) > 0
+
+
 def _apply_linear(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor:
     exponents = field.apply_linear(f, *(x.b for x in parts), modulus=Q) if have_own_exponents(*parts) else None
     return FieldTensor(field.apply_linear(f, *(x.a for x in parts)), exponents)
+
+
+def _apply_placing(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor:
+    """Return a linear function that places or adds numbers among others, which may be minus infinity."""
+    out, hidden = _apply_linear(f, *parts), _hidden_of(f, *parts)
+    if hidden is not None:
+        out.hide(hidden)
+    return out
 
 
 @register_for(aten.sum)
@@ -376,13 +392,13 @@ def _apply_scatter(
     if func.overloadpacket is aten.scatter and not source.dim():
         source = source.expand(index.shape)
     source = source if alpha == 1 else source * alpha
-    return _apply_linear(lambda t, s: func.overloadpacket(t, dim, index, s), x, source)
+    return _apply_placing(lambda t, s: func.overloadpacket(t, dim, index, s), x, source)
 
 
 @register_for(aten.index_put, aten._unsafe_index_put)
 def _apply_put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     x, values = lift_constants(x), lift_constants(values)
-    return _apply_linear(lambda t, s: torch.ops.aten.index_put(t, indices, s, accumulate), x, values)
+    return _apply_placing(lambda t, s: torch.ops.aten.index_put(t, indices, s, accumulate), x, values)
 
 
 @register_for(aten.embedding)
