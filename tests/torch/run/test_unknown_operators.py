@@ -127,6 +127,8 @@ WHOLE: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "largest so far": ((3, 4), lambda x: x.cummax(-1)[0]),
     "sum of sizes": ((3, 4), lambda x: x.norm(1, -1)),
     "largest size": ((3, 4), lambda x: x.norm(torch.inf, -1)),
+    "Fourier": ((2, 4, 4), lambda x: torch.fft.rfft2(x).real * 2 + torch.fft.fft2(x).imag[..., :3]),
+    "Fourier and back": ((3, 4), lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 + 2j), n=4, norm="forward")),
     "bound at infinity": ((3, 4), lambda x: x.clamp(0.0, torch.inf)),
     "infinity nowhere": ((3, 4), lambda x: torch.where(x < 1000, x, torch.inf)),
 }
