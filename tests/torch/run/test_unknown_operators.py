@@ -129,6 +129,7 @@ WHOLE: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "largest size": ((3, 4), lambda x: x.norm(torch.inf, -1)),
     "Fourier": ((2, 4, 4), lambda x: torch.fft.rfft2(x).real * 2 + torch.fft.fft2(x).imag[..., :3]),
     "Fourier and back": ((3, 4), lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 + 2j), n=4, norm="forward")),
+    "matrix times vector": ((2, 4, 4), lambda x: x @ x[0, 0]),
     "bound at infinity": ((3, 4), lambda x: x.clamp(0.0, torch.inf)),
     "infinity nowhere": ((3, 4), lambda x: torch.where(x < 1000, x, torch.inf)),
 }
