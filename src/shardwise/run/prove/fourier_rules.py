@@ -28,7 +28,9 @@ def _multiply_along(x: Any, dim: int, matrix: Any) -> Any:
 
 
 def _scale_of(size: int, normalization: int) -> float:
-    return {_BY_ROOT: size**-0.5, _BY_SIZE: 1 / size}.get(normalization, 1.0)
+    if normalization == _BY_ROOT:
+        return float(size**-0.5)
+    return 1 / size if normalization == _BY_SIZE else 1.0
 
 
 @register_complex(aten._fft_c2c)

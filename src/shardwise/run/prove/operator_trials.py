@@ -31,7 +31,7 @@ class TensorArgument:
 
 
 @dataclass(frozen=True)
-class OperatorCall:
+class TriedCall:
     """A call of an operator: its tensors in order, and other arguments. `settings` holds the position of a tensor, or a value."""
 
     operator: Any
@@ -42,14 +42,14 @@ class OperatorCall:
     def run(self, tensors: Sequence[Tensor], replaced: Callable[[Any], Any] = lambda value: value) -> list[Any]:
         """Return the results on tensors, with other settings replaced."""
 
-        def fill(value: Any) -> Any:
+        def fill_setting(value: Any) -> Any:
             if isinstance(value, TensorPosition):
                 return tensors[value.number]
             if isinstance(value, tuple) and any(isinstance(item, TensorPosition) for item in value):
-                return [fill(item) for item in value]
+                return [fill_setting(item) for item in value]
             return replaced(list(value) if isinstance(value, tuple) else value)
 
-        result = self.operator(*map(fill, self.settings), **{key: fill(value) for key, value in self.keywords})
+        result = self.operator(*map(fill_setting, self.settings), **{key: fill_setting(value) for key, value in self.keywords})
         return list(result) if isinstance(result, list | tuple) else [result]
 
 
@@ -81,18 +81,18 @@ class ResultStructure:
     values: tuple[int, ...] | None = None
 
 
-def describe_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[OperatorCall, list[Tensor]]:
+def describe_call(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TriedCall, list[Tensor]]:
     """Return a call's description, and its tensors."""
     tensors = list[Tensor]()
 
-    def describe(value: Any) -> Any:
+    def describe_setting(value: Any) -> Any:
         if isinstance(value, Tensor):
             tensors.append(value)
             return TensorPosition(len(tensors) - 1)
-        return tuple(map(describe, value)) if isinstance(value, list | tuple) else value
+        return tuple(map(describe_setting, value)) if isinstance(value, list | tuple) else value
 
-    settings, keywords = tuple(map(describe, args)), tuple((key, describe(value)) for key, value in kwargs.items())
-    return OperatorCall(operator, settings, keywords, tuple(map(_describe_tensor, tensors))), tensors
+    settings, keywords = tuple(map(describe_setting, args)), tuple((key, describe_setting(value)) for key, value in kwargs.items())
+    return TriedCall(operator, settings, keywords, tuple(map(_describe_tensor, tensors))), tensors
 
 
 def _describe_tensor(x: Tensor) -> TensorArgument:
@@ -104,7 +104,7 @@ def _has_numbers(x: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1 << 10)
-def find_structures(call: OperatorCall) -> tuple[ResultStructure | None, ...]:
+def find_structures(call: TriedCall) -> tuple[ResultStructure | None, ...]:
     """Return the structure of each result, None where that is None.
 
     Raises:
@@ -124,7 +124,7 @@ def find_structures(call: OperatorCall) -> tuple[ResultStructure | None, ...]:
 _Trial = tuple[list[Tensor], list[Any]]  # arguments and results
 
 
-def _structure_of(call: OperatorCall, trials: Sequence[_Trial], index: int) -> ResultStructure:
+def _structure_of(call: TriedCall, trials: Sequence[_Trial], index: int) -> ResultStructure:
     result = trials[0][1][index]
     if not isinstance(result, Tensor):
         raise ValueError("it returns no tensor")
@@ -142,7 +142,7 @@ def _structure_of(call: OperatorCall, trials: Sequence[_Trial], index: int) -> R
     return ResultStructure(tuple(result.shape), result.dtype, tuple(dims), linear_in)
 
 
-def _is_constant(call: OperatorCall, index: int, result: Tensor) -> bool:
+def _is_constant(call: TriedCall, index: int, result: Tensor) -> bool:
     """Return whether a result of whole numbers is the same for all kinds of random numbers, small and large ones."""
     for seed, draw in enumerate((*_DRAWS, *_LARGE_DRAWS)):
         generator = torch.Generator().manual_seed(seed)
@@ -152,17 +152,17 @@ def _is_constant(call: OperatorCall, index: int, result: Tensor) -> bool:
     return True
 
 
-def _reads_indices(call: OperatorCall) -> bool:
+def _reads_indices(call: TriedCall) -> bool:
     """Return whether an operator of torch's own has indices, which it may trust: on slices of them it would read what is not there."""
     has_indices = any(x.values is not None and x.shape and x.dtype is not torch.bool for x in call.tensors)
     return has_indices and call.operator.namespace in ("aten", "prims")
 
 
-def _numbers(call: OperatorCall) -> Iterator[int]:
+def _numbers(call: TriedCall) -> Iterator[int]:
     return (number for number, argument in enumerate(call.tensors) if argument.values is None)
 
 
-def _try_draw(call: OperatorCall, draw: Callable[[Tensor], Tensor], seed: int) -> _Trial | None:
+def _try_draw(call: TriedCall, draw: Callable[[Tensor], Tensor], seed: int) -> _Trial | None:
     """Return random arguments and their results; None if there are none, or others the second time."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [_draw_argument(argument, draw, generator) for argument in call.tensors]
@@ -176,7 +176,7 @@ def _is_number(x: Tensor) -> bool:
     return not x.numel() or not _has_numbers(x) or bool(torch.isfinite(x).any())
 
 
-def _try_call(call: OperatorCall, tensors: Sequence[Tensor], replaced: Callable[[Any], Any] = lambda value: value) -> list[Any] | None:
+def _try_call(call: TriedCall, tensors: Sequence[Tensor], replaced: Callable[[Any], Any] = lambda value: value) -> list[Any] | None:
     try:
         return call.run(tensors, replaced)
     except (RuntimeError, ValueError, IndexError, TypeError):
@@ -215,7 +215,7 @@ def _are_close(x: Any, y: Any) -> bool:
     return torch.allclose(x, y, rtol=_CLOSE, atol=_CLOSE * largest, equal_nan=True)
 
 
-def _find_slice_dim(call: OperatorCall, trials: Sequence[_Trial], index: int, dim: int, found: Sequence[SliceDim]) -> SliceDim | None:
+def _find_slice_dim(call: TriedCall, trials: Sequence[_Trial], index: int, dim: int, found: Sequence[SliceDim]) -> SliceDim | None:
     """Return the dimension of each argument that a dimension of a result goes with; None if slices are not by themselves."""
     size, matched = trials[0][1][index].shape[dim], list[int | None]()
     for number, argument in enumerate(call.tensors):
@@ -227,7 +227,7 @@ def _find_slice_dim(call: OperatorCall, trials: Sequence[_Trial], index: int, di
     return proposed if any(d is not None for d in matched) and _acts_on_slices(call, trials, index, proposed) else None
 
 
-def _depends_on_its_slice_alone(call: OperatorCall, trials: Sequence[_Trial], index: int, dim: int, number: int, own: int) -> bool:
+def _depends_on_its_slice_alone(call: TriedCall, trials: Sequence[_Trial], index: int, dim: int, number: int, own: int) -> bool:
     """Return whether a slice of the result stays if all slices of a tensor become that one."""
     for tensors, results in trials:
         for place in (0, results[index].shape[dim] - 1):
@@ -242,7 +242,7 @@ def _select(x: Tensor, dim: int, place: int) -> Tensor:
     return x.select(dim, place) if x.dim() > dim and x.shape[dim] > place else x.new_empty(0)
 
 
-def _acts_on_slices(call: OperatorCall, trials: Sequence[_Trial], index: int, proposed: SliceDim) -> bool:
+def _acts_on_slices(call: TriedCall, trials: Sequence[_Trial], index: int, proposed: SliceDim) -> bool:
     """Return whether the operator on slices of its arguments has that slice of its result: on single ones, and on several."""
     for tensors, results in trials:
         result, dim = results[index], proposed.of_result
@@ -262,14 +262,14 @@ def _acts_on_slices(call: OperatorCall, trials: Sequence[_Trial], index: int, pr
 def _resize_lists(shape: Sequence[int], dim: int, length: int) -> Callable[[Any], Any]:
     """Return what gives a list that has the sizes of a result those of its slice."""
 
-    def resize(value: Any) -> Any:
+    def resize_list(value: Any) -> Any:
         fits = isinstance(value, list) and value == list(shape)
         return [*value[:dim], length, *value[dim + 1 :]] if fits else value
 
-    return resize
+    return resize_list
 
 
-def _is_linear(call: OperatorCall, trials: Sequence[_Trial], index: int, number: int) -> bool:
+def _is_linear(call: TriedCall, trials: Sequence[_Trial], index: int, number: int) -> bool:
     """Return whether a result is linear in a tensor, the others being what they are."""
     (x, first), (others, _) = trials[0], trials[1]
     y = others[number]

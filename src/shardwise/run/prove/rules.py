@@ -105,7 +105,7 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @register_for(aten.masked_select)
 def _select_masked(func: Any, x: Any, mask: Tensor) -> Any:
-    x, mask = torch.broadcast_tensors(lift_constants(x), mask)
+    x, mask = aten.broadcast_tensors([lift_constants(x), mask])
     return x[mask]
 
 

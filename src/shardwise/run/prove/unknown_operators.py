@@ -27,7 +27,7 @@ from shardwise.run.prove.field_tensor import (
     register_fallback,
 )
 from shardwise.run.prove.finite_field import P
-from shardwise.run.prove.operator_trials import OperatorCall, ResultStructure, describe_call, find_structures, refuse_call
+from shardwise.run.prove.operator_trials import ResultStructure, TriedCall, describe_call, find_structures, refuse_call
 from shardwise.world import private
 
 _RANK = 4  # of a linear function: programs that call an operator fewer times on the same arguments have no more identities than with any
@@ -44,7 +44,7 @@ def apply_unknown_operator(func: Any, *args: Any, **kwargs: Any) -> Any:
     except (ValueError, TypeError):
         return NotImplemented
     CERTAINTY.unknown_operators.add(str(func.overloadpacket))
-    numbers = [_Numbers.of(x) for x in tensors]
+    numbers = [_Numbers.of_tensor(x) for x in tensors]
     results = [None if found is None else _result_of(call, numbers, index, found) for index, found in enumerate(structures)]
     return results[0] if private.returns_one_tensor(func) else results
 
@@ -58,7 +58,7 @@ class _Numbers:
     degree: Degree
 
     @staticmethod
-    def of(x: Tensor) -> _Numbers:
+    def of_tensor(x: Tensor) -> _Numbers:
         if not (x.is_floating_point() or x.is_complex()):
             return _Numbers(x.to(torch.int64) % P, None, Degree())
         pairs = lift_pairs(x)
@@ -73,20 +73,20 @@ def _split_slices(x: Tensor, dims: Sequence[int | None]) -> Tensor:
     return x.permute([*first, *rest]).reshape(*(1 if d is None else x.shape[d] for d in dims), -1)
 
 
-def _text_of(call: OperatorCall, index: int, found: ResultStructure) -> str:
+def _text_of(call: TriedCall, index: int, found: ResultStructure) -> str:
     """Return what a result depends on beside numbers: settings, and the shapes of slices. Dimensions of one entry are left out, so that one
     sample alone is what it is among others."""
     sliced = {dim.of_result for dim in found.dims}
     whole = [1 if dim in sliced else size for dim, size in enumerate(found.shape)]
 
-    def describe(value: Any) -> str:
+    def describe_setting(value: Any) -> str:
         return repr(whole if value == found.shape else value)
 
     shapes = [
         [size for d, size in enumerate(argument.shape) if size > 1 and d not in {dim.of_arguments[number] for dim in found.dims}]
         for number, argument in enumerate(call.tensors)
     ]
-    settings = [*map(describe, call.settings), *(f"{key}={describe(value)}" for key, value in sorted(call.keywords))]
+    settings = [*map(describe_setting, call.settings), *(f"{key}={describe_setting(value)}" for key, value in sorted(call.keywords))]
     return f"{call.operator.overloadpacket} {index} {settings} {shapes}"
 
 
@@ -96,7 +96,7 @@ def _hash_slices(text: str, x: Tensor) -> Tensor:
     return field.apply_linear(lambda part: part.sum(-1), products)
 
 
-def _result_of(call: OperatorCall, arguments: Sequence[_Numbers], index: int, found: ResultStructure) -> Tensor:
+def _result_of(call: TriedCall, arguments: Sequence[_Numbers], index: int, found: ResultStructure) -> Tensor:
     if found.values is not None:
         return torch.tensor(found.values, dtype=found.dtype).reshape(found.shape)
     text = _text_of(call, index, found)
