@@ -61,6 +61,8 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch._C, "DisableTorchFunctionSubclass"),
     (torch._C, "_autograd"),
     (torch._C, "_current_graph_task_id"),
+    (torch._C, "_PreserveDispatchKeyGuard"),
+    (torch._C, "_dispatch_tls_set_dispatch_key_excluded"),
     (torch._C._autograd, "_get_creation_meta"),
     (torch.Tensor, "_is_view"),
     *(
@@ -367,6 +369,41 @@ def direct_call_of(operator: Any) -> Callable[..., Any] | None:
 def makes_view(operator: Any) -> bool:
     """Return whether an operator of torch may return a view of its inputs."""
     return is_operator(operator) and any(result.alias_info is not None for result in operator._schema.returns)
+
+
+def writes_or_aliases(operator: Any) -> bool:
+    """Return whether an operator of torch may write its arguments, or return a view of them."""
+    return any(x.alias_info is not None for x in (*operator._schema.arguments, *operator._schema.returns))
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments, in order."""
+    return [x.name for x in operator._schema.arguments]
+
+
+def required_arguments(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments that have no default."""
+    return [x.name for x in operator._schema.arguments if not x.has_default_value()]
+
+
+def result_names(operator: Any) -> list[str]:
+    """Return the names of an operator's results, empty where they have none."""
+    return [x.name for x in operator._schema.returns]
+
+
+def returns_one_tensor(operator: Any) -> bool:
+    """Return whether an operator's result is a tensor, not several or a list."""
+    return [str(x.type) for x in operator._schema.returns] == ["Tensor"]
+
+
+@contextmanager
+def autograd_in_dispatch() -> Iterator[None]:
+    """Let autograd record operators within a block, which the handler of an operator of a subclass runs below it."""
+    keys = [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView]
+    with torch._C._PreserveDispatchKeyGuard():
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
 
 
 def has_fused_attention(q: Tensor, masked: bool) -> bool:
