@@ -5,9 +5,8 @@ and backward (in plain PyTorch also of `zero_grad`), and of whole steps; operato
 most memory that either holds. A GPU waits for just this where it is faster than the host.
 
 AdamW is fused on both sides: on a processor torch then goes from tensor to tensor, so whole steps are kinder to shardwise than a GPU's
-are, and
-the target is of forward and backward. Of the models for memory the last has more weights than activations: then both hold most when
-backward is over, and shardwise a bucket of gradients twice.
+are, and the target is of forward and backward. Of the models for memory the last has more weights than activations: then both hold most
+when backward is over, and shardwise a bucket of gradients twice.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ import shardwise
 from bench.common.document import command, header, load, terminal, versions
 from bench.common.measure import turn
 from bench.common.processes import ROOT
-from bench.training.host_mlp import measure_steps, table_lines
+from bench.training.host_mlp import CASES, measure_steps, table_lines
+from bench.training.host_mlp import __doc__ as PERCEPTRON
 from shardwise.capture.capture import call_with_loss
 from shardwise.run.engine import Engine
 from shardwise.world.memory import Accounts, accounts_of
@@ -182,7 +182,7 @@ def lines(file: Mapping[str, Any]) -> Iterator[str]:
         cells = [f"{median(s) * 1e3:.1f} ms" for s in (row.backward_s, row.peer_backward_s, row.step_s, row.peer_step_s)]
         cells = [*cells[:2], f"**{row.backward_ratio:.2f}**", *cells[2:], f"{row.step_ratio:.2f}"]
         yield f"| {row.model} | {row.precision} | {' | '.join(cells)} | {row.operators} | {row.peer_operators} |"
-    yield from ("", "A step of a perceptron of three layers, whose products take next to nothing; sides take turns, medians of rounds:", "")
+    yield from ("", *(PERCEPTRON or "").partition("\n\n")[2].strip().splitlines(), "")
     yield from file["perceptron"]
     yield from ("", "Memory, at the fullest moment of a step:", "", "| model | samples | precision | shardwise | plain | ratio |")
     yield "| --- " * 6 + "|"
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str]) -> int:
     accounts, console = accounts_of(torch.device("cpu")), terminal()
     measured = [asdict(measure(name, precision, given.rounds, given.steps)) for name in TINY for precision in PRECISIONS]
     memory = [asdict(held(*one, precision, accounts)) for one in WIDE for precision in PRECISIONS] if accounts.is_counting else []
-    perceptron = table_lines([measure_steps(ranks, given.rounds, 6 * given.steps) for ranks in (1, 2)])
+    perceptron = table_lines([measure_steps(ranks, max(given.rounds, 15), 20, products) for ranks, products in CASES])
     file = {"header": about, "measured": measured, "held": memory, "perceptron": perceptron}
     if given.json:
         given.json.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")

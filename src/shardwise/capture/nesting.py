@@ -86,7 +86,13 @@ def _children_of(kind: type) -> Callable[[Any], Iterable[tuple[str, Any]]] | Non
 class BatchLeaves:
     """The leaves of one batch, walked once: `by_path`, and `tensors` among them."""
 
+    by_path: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
     def __init__(self, batch: Any) -> None:
+        if type(batch) is dict and set(map(type, batch)) == {str} and set(map(type, batch.values())) == {torch.Tensor}:
+            self.by_path = self.tensors = batch  # the usual batch has no nodes
+            return
         self.by_path = dict(named_leaves(batch))
         self.tensors = {path: leaf for path, leaf in self.by_path.items() if isinstance(leaf, torch.Tensor)}
 
@@ -101,17 +107,17 @@ class BatchLeaves:
     @property
     def num_samples(self) -> int:
         """The number of samples that `with_sample_count` marked the batch with; 0 if one of its tensors is unmarked."""
-        return min((getattr(x, "shardwise_samples", 0) for x in self.tensors.values()), default=0)
+        return min([getattr(x, "shardwise_samples", 0) for x in self.tensors.values()], default=0)
 
     @property
     def key(self) -> Hashable | None:
-        """A hashable key of all that a step's plan depends on: paths, whole shapes, dtypes, plain values; None with other objects.
+        """A hashable key of all that a step's plan depends on: paths, whole shapes, dtypes, devices, plain values; None with other objects.
 
         >>> x = torch.ones(2)
         >>> BatchLeaves((x, 1)).key == BatchLeaves((x + 1, 1)).key, BatchLeaves((x, 1)).key == BatchLeaves((x, True)).key
         (True, False)
         """
-        tensors = tuple([(path, x.shape, x.dtype) for path, x in self.tensors.items()])
+        tensors = tuple([(path, x.shape, x.dtype, x.device) for path, x in self.tensors.items()])
         if len(self.tensors) == len(self.by_path):
             return tensors
         others = [(path, type(leaf), leaf) for path, leaf in self.by_path.items() if path not in self.tensors]
@@ -216,6 +222,8 @@ class BatchSignature:
 
     def differing_objects(self, other: BatchSignature) -> dict[str, Any]:
         """Return the objects of another signature that this one lacks, by path: their contents may change from batch to batch."""
+        if not other.fixed:
+            return {}
         return {
             path: leaf for path, leaf in other.fixed.items() if not is_literal_value(leaf) and not _is_equal(leaf, self.fixed.get(path))
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -55,11 +55,14 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch.nn.modules.batchnorm, "_BatchNorm"),
     (torch.ops.aten.view.default, "_schema"),
     (torch, "_ops"),
+    (torch.ops.aten.view.default, "_op"),
     (torch.utils, "_python_dispatch"),
     (torch, "_C"),
     (torch._C, "DisableTorchFunctionSubclass"),
     (torch._C, "_autograd"),
     (torch._C, "_current_graph_task_id"),
+    (torch._C, "_PreserveDispatchKeyGuard"),
+    (torch._C, "_dispatch_tls_set_dispatch_key_excluded"),
     (torch._C._autograd, "_get_creation_meta"),
     (torch.Tensor, "_is_view"),
     *(
@@ -79,9 +82,11 @@ NAMES: tuple[tuple[Any, str], ...] = (
     ),
     (torch, "_decomp"),
     (torch._decomp, "decomposition_table"),
+    (torch, "_foreach_add_"),
     (torch, "_foreach_copy_"),
     (torch, "_foreach_mul_"),
     (torch, "_foreach_norm"),
+    (torch, "_fused_adamw_"),
     (torch.Tensor, "_make_wrapper_subclass"),
     (torch.Tensor, "_base"),
     (torch.Tensor, "_backward_hooks"),
@@ -337,14 +342,78 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+TORCH_BACKWARD = torch.autograd.backward  # torch's own, which others may replace
+TRANSPARENT_BACKWARDS: set[Any] = {TORCH_BACKWARD}  # replacements too that do nothing for graphs without divided modules
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Run backward from tensors with such gradients, of their shapes and dtypes, into `.grad`: `torch.autograd.backward`, without its
+    checks, which take longer than a small operator. Where a recorder has replaced that, its replacement is called."""
+    if torch.autograd.backward not in TRANSPARENT_BACKWARDS or any(x.is_cuda for x in roots):
+        torch.autograd.backward(roots, gradients)
+        return
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.run_backward(tuple(roots), tuple(gradients), False, False, (), True, True)
+
+
+def run_backward_from(node: Any, output_number: int, gradient: Tensor) -> None:
+    """Run backward from an output of an autograd node, with a gradient of its shape and dtype, into `.grad`."""
+    edge = torch.autograd.graph.GradientEdge(node, output_number)
+    if gradient.is_cuda:
+        TORCH_BACKWARD((edge,), (gradient,))
+        return
+    engine: Any = torch.autograd.Variable
+    engine._execution_engine.run_backward((edge,), (gradient,), False, False, (), True, True)
+
+
 def is_operator(target: Any) -> bool:
     """Return whether a graph node's target is an operator of torch or of its dispatcher."""
     return isinstance(target, torch._ops.OpOverload)
 
 
+def direct_call_of(operator: Any) -> Callable[..., Any] | None:
+    """Return what calls an operator of torch as it does itself, without its frame of Python; None for objects of other kinds."""
+    return operator._op if type(operator) is torch._ops.OpOverload else None
+
+
 def makes_view(operator: Any) -> bool:
     """Return whether an operator of torch may return a view of its inputs."""
     return is_operator(operator) and any(result.alias_info is not None for result in operator._schema.returns)
+
+
+def writes_or_aliases(operator: Any) -> bool:
+    """Return whether an operator of torch may write its arguments, or return a view of them."""
+    return any(x.alias_info is not None for x in (*operator._schema.arguments, *operator._schema.returns))
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments, in order."""
+    return [x.name for x in operator._schema.arguments]
+
+
+def required_arguments(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments that have no default."""
+    return [x.name for x in operator._schema.arguments if not x.has_default_value()]
+
+
+def result_names(operator: Any) -> list[str]:
+    """Return the names of an operator's results, empty where they have none."""
+    return [x.name for x in operator._schema.returns]
+
+
+def returns_one_tensor(operator: Any) -> bool:
+    """Return whether an operator's result is a tensor, not several or a list."""
+    return [str(x.type) for x in operator._schema.returns] == ["Tensor"]
+
+
+@contextmanager
+def autograd_in_dispatch() -> Iterator[None]:
+    """Let autograd record operators within a block, which the handler of an operator of a subclass runs below it."""
+    keys = [torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView]
+    with torch._C._PreserveDispatchKeyGuard():
+        for key in keys:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
 
 
 def has_fused_attention(q: Tensor, masked: bool) -> bool:
@@ -383,34 +452,86 @@ def fused_attention_backward(
     return of_q, of_k, of_v
 
 
+StepHooks = tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]
+
+
+def step_hooks_of(optimizer: Any) -> StepHooks:
+    """Return the tables of hooks around an optimizer's step: two called before it, and two after."""
+    return (
+        optimizer_hooks._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks, optimizer_hooks._global_optimizer_post_hooks,
+    )  # fmt: skip
+
+
+def observe_only(hook: Any) -> Any:
+    """Mark a hook on an optimizer's step as one that changes nothing."""
+    hook.shardwise_observes = True
+    return hook
+
+
+def only_observes(hook: Any) -> bool:
+    """Return whether a hook on an optimizer's step is marked as one that changes nothing."""
+    return getattr(hook, "shardwise_observes", False)
+
+
+def call_between(hooks: StepHooks, optimizer: Any, update: Callable[[], object]) -> None:
+    """Call an optimizer's update between the hooks on its step."""
+    for table in hooks[:2]:
+        for hook in table.values():
+            hook(optimizer, (optimizer,), {})
+    update()
+    for table in hooks[2:]:
+        for hook in table.values():
+            hook(optimizer, (optimizer,), {})
+
+
 def optimizer_step(optimizer: Any) -> Callable[[], object]:
     """Return an optimizer's step, to be called in blocks without gradients: its update, between the hooks on steps. It has no arguments
     that these could replace, and no profiler's record around it, which takes longer than a small update."""
-    update = inspect.unwrap(type(optimizer).step)
+    update, hooks = inspect.unwrap(type(optimizer).step), step_hooks_of(optimizer)
     if optimizer.defaults.get("differentiable"):
         return lambda: optimizer.step()
-    before = optimizer_hooks._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
-    after = optimizer._optimizer_step_post_hooks, optimizer_hooks._global_optimizer_post_hooks
+    return lambda: call_between(hooks, optimizer, lambda: update(optimizer))
 
-    def step() -> None:
-        for table in before:
-            for hook in table.values():
-                hook(optimizer, (optimizer,), {})
-        update(optimizer)
-        for table in after:
-            for hook in table.values():
-                hook(optimizer, (optimizer,), {})
 
-    return step
+ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
+_ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def bind_fused_adamw(optimizer: Any) -> Callable[[], None] | None:
+    """Return the update of torch's fused AdamW with the gradients, states and options that an optimizer's parameters have now, in one call
+    for all that have the same options; None for others."""
+    entries: list[dict[str, Any]] = optimizer.param_groups
+    plain = {"fused": True, "amsgrad": False, "differentiable": False, "decoupled_weight_decay": True}
+    if type(optimizer) is not torch.optim.AdamW or any(entry[key] is not value for entry in entries for key, value in plain.items()):
+        return None
+    lists: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
+    for entry in entries:
+        options = tuple(entry[name] for name in ADAM_OPTIONS)
+        for p in entry["params"]:
+            state = optimizer.state.get(p, {})
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse or isinstance(entry["lr"], Tensor) or any(name not in state for name in _ADAM_STATE):
+                return None
+            lists.setdefault((options, p.device, p.dtype), []).append((p, p.grad, *(state[name] for name in _ADAM_STATE)))
+    calls = [(tuple(map(list, zip(*rows, strict=True))), options) for (options, _, _), rows in lists.items()]
+
+    def update() -> None:
+        for (parameters, gradients, means, squares, steps), (lr, (beta1, beta2), eps, weight_decay, maximize) in calls:
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                parameters, gradients, means, squares, [], steps, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+                amsgrad=False, maximize=maximize, grad_scale=None, found_inf=None,
+            )  # fmt: skip
+
+    return update
 
 
 @contextmanager
 def without_step_hooks(optimizer: Any) -> Iterator[None]:
     """Call no hooks of an optimizer's step within a block, as its own hooks were called around it."""
-    tables = (
-        optimizer_hooks._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks, optimizer_hooks._global_optimizer_post_hooks,
-    )  # fmt: skip
+    tables = step_hooks_of(optimizer)
     saved = [dict(table) for table in tables]
     try:
         for table in tables:

@@ -108,7 +108,7 @@ def test_a_loop_finds_the_gradients_of_other_ranks_by_one_read() -> None:
     parameters = dict(_Unused().named_parameters())
     views = {"a": torch.tensor([0.0, 2.0]), "b": torch.zeros(2), "c": torch.tensor([3.0, 0.0])}
     reducer = object.__new__(LoopGradientReducer)
-    reducer._fresh = set()
+    reducer._fresh, reducer._reduced_names = set(), frozenset("abc")
     reducer._lent = SimpleNamespace(is_lent=lambda _: False, lends=lambda _: False)  # type: ignore[assignment]
     reducer._parameters, reducer._reduced_groups = parameters, [(SimpleNamespace(views=views), None)]  # type: ignore[list-item]
     for used, found, num_reads in (({}, ["a", "c"], 1), ({"c": None}, ["a", "c"], 1), (dict.fromkeys("abc"), ["a", "b", "c"], 0)):

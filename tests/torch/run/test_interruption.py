@@ -220,14 +220,14 @@ def test_a_signal_while_handlers_are_replaced_leaves_the_earlier_ones(monkeypatc
     """SIGTERM comes when SIGINT's handler is replaced already and its own is not: both are the user's again."""
     handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     mine = {number: signal.getsignal(number) for number in handlers}
-    replace = signal.signal
+    replace = interruption._signals.signal
 
     def replaced(number: int, handler: Any) -> Any:
         if number == signal.SIGTERM and handler is not mine[signal.SIGTERM]:
             raise KeyboardInterrupt
         return replace(number, handler)
 
-    monkeypatch.setattr(signal, "signal", replaced)
+    monkeypatch.setattr(interruption._signals, "signal", replaced)
     try:
         with pytest.raises(KeyboardInterrupt), interruption.WholeSteps(False).guard_update():
             pass

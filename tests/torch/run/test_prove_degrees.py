@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from shardwise.run.prove import order_rules, rules  # noqa: F401 - they register the rules of operators
-from shardwise.run.prove.degrees import CERTAINTY, LINEAR, Degree
-from shardwise.run.prove.field_tensor import FieldMode, degree_of, random_numbers
+from shardwise.run.prove.degrees import CERTAINTY, HIGH_LEVEL, LINEAR, Degree
+from shardwise.run.prove.field_tensor import FieldMode, degree_of, have_equal_numbers, random_numbers
 from shardwise.run.prove.finite_field import LARGEST_WEIGHT
 
 
@@ -57,3 +60,50 @@ def test_parts_of_a_joined_tensor_have_their_own_degrees() -> None:
 def test_buffers_of_a_trial_stay_fake() -> None:
     with FieldMode(), FakeTensorMode():  # type: ignore[no-untyped-call]
         assert isinstance(torch.empty(2, dtype=torch.float64), FakeTensor)
+
+
+def test_rows_of_a_buffer_keep_their_degrees() -> None:
+    """Rows that are computed of the rows before, as in the delta rule; twin: one degree for the buffer, which doubles."""
+
+    def last_row(writes_in_place: bool) -> int:
+        CERTAINTY.reset()
+        rows: Any = random_numbers((24, 3), "rows", 0).clone()
+        for i in range(1, 24):
+            row = rows[i] + rows[i] * rows[:i].sum(0)
+            if writes_in_place:
+                rows[i] = row
+            else:
+                rows = rows.select_scatter(row, 0, i)
+        return degree_of(rows[23]).total
+
+    assert last_row(True) <= 24 * 256
+    assert last_row(False) <= 24 * 256
+
+
+def test_one_degree_for_a_buffer_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin of the last test."""
+    monkeypatch.setattr(type(CERTAINTY), "degree_after_write", lambda self, before, buffer, written, numbers: before | written)
+    CERTAINTY.reset()
+    rows: Any = random_numbers((24, 3), "rows", 0).clone()
+    for i in range(1, 24):
+        rows[i] = rows[i] + rows[i] * rows[:i].sum(0)
+    assert degree_of(rows[23]).total == 2**23
+
+
+def test_deep_reciprocals_are_random_functions_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alternating normalisations of rows and columns, whose degree is too high; what is equal stays equal, and what is not does not."""
+
+    def normalise(x: Any) -> Any:
+        for step in range(40):
+            x = x / x.sum(step % 2, True)
+        return x
+
+    x: Any = random_numbers((4, 4), "x", 0)
+    CERTAINTY.reset()
+    assert CERTAINTY.wrong_point_probability(degree_of(normalise(x))) == 1
+    monkeypatch.setattr(CERTAINTY, "max_level", HIGH_LEVEL)
+    CERTAINTY.reset()
+    whole, again = normalise(x), normalise(x.t().contiguous().t())
+    assert CERTAINTY.wrong_point_probability(degree_of(whole)) < 1e-3
+    assert have_equal_numbers(whole, again)
+    assert not have_equal_numbers(whole, normalise(x * (1 + torch.eye(4, dtype=torch.float64) * 1e-12)))

@@ -159,6 +159,23 @@ def test_a_number_as_a_truth_value_is_whether_it_is_not_zero() -> None:
         numbers.long()
 
 
+@pytest.mark.parametrize("place", ["slice", "select", "scatter", "put"])
+def test_what_is_hidden_stays_where_numbers_are_placed(place: str) -> None:
+    """Windows and masks that begin as minus infinity (DeepSeek-V4); in place, functional and of torch's own numbers alike."""
+    index = torch.tensor([[0], [2]])
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "slice": lambda x, y: x.slice_scatter(y, 1, 1, 2),
+        "select": lambda x, y: x.select_scatter(y[:, 0], 1, 1),
+        "scatter": lambda x, y: x.scatter(1, index, y),
+        "put": lambda x, y: x.index_put((torch.tensor([0, 1]), torch.tensor([2, 0])), y[:, 0]),
+    }
+    x, y = torch.full((2, 3), -torch.inf), torch.tensor([[1.0], [-torch.inf]])
+    placed, expected = calls[place](lift_constants(x), lift_constants(y)), calls[place](x, y)
+    assert torch.equal(hidden_or_none(placed), expected == -torch.inf)
+    assert have_equal_numbers(placed, lift_constants(expected))
+    assert not have_equal_numbers(placed, lift_constants(expected.nan_to_num(neginf=0.0)))
+
+
 def test_another_number_in_a_mask_is_told() -> None:
     """A broken twin: a number that hides nothing in exact arithmetic, half in one place."""
     serial, parallel = (lift_constants(torch.tensor([0.0, least])) for least in (-1e30, -1e30 / 2))

@@ -145,14 +145,9 @@ def write_buffer(target: Callable[..., Any], draw: DrawState, buffer: Tensor, *a
         later.writes.setdefault(draw.microbatch, []).append(lambda: target(buffer, *args, **kwargs))
         return buffer
     with torch.no_grad():
-        target(_detached_alias(buffer) if buffer.requires_grad else buffer, *args, **kwargs)
+        # With a version of its own: parameters share a buffer, and autograd takes a write to one as one to all.
+        target(buffer.data if buffer.requires_grad else buffer, *args, **kwargs)
     return buffer
-
-
-def _detached_alias(parameter: Tensor) -> Tensor:
-    """Return a parameter's memory as a separate tensor: parameters share a buffer, and autograd takes a write to one as one to all."""
-    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-    return empty.set_(parameter.untyped_storage(), parameter.storage_offset(), parameter.shape, parameter.stride())
 
 
 def batch_norm(draw: DrawState, parts: StatisticsGroups, x: Tensor, *as_torch: Any) -> Tensor:

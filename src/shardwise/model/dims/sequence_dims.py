@@ -42,6 +42,8 @@ def position_after_reshape(source: tuple[int, ...], dim: int, run: PositionRun, 
     ((0, PositionRun(size=8, inner=1)), (1, PositionRun(size=8, inner=1)), None)
     """  # noqa: E501
     inner_size = prod(source[dim + 1 :])
+    if not prod(source):
+        return None  # no entries, which have no positions
     step, extent, target_stride = run.inner * inner_size, run.length * inner_size, 1
     for at in reversed(range(len(target))):
         if target_stride <= step and extent <= target_stride * target[at]:

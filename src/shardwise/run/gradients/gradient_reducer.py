@@ -4,8 +4,9 @@ When the last action that adds to a bucket completes it, it is all-reduced while
 so that all ranks launch the same ones in the same order, independent of autograd. A parameter without a gradient in this step counts as
 zero.
 
-If a bucket has a permanent buffer, a hook on every parameter copies its gradient there as it is computed. Otherwise gradients stay in
-autograd's tensors until their bucket is complete, and are then copied in one call; the bucket's buffer exists only from then until the next
+If a bucket has a permanent buffer, a hook on every parameter copies its gradient there as it is computed. Small gradients, and all where
+there is none, stay in autograd's tensors until their bucket is complete, and are then copied in one call; without a permanent buffer the
+bucket's buffer exists only from then until the next
 step begins, so that forward has its memory. Buckets that are not reduced have no hooks.
 
 With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduce-scattered: each rank gets the sum of its own shard, in place, with half of an
@@ -35,6 +36,7 @@ from shardwise.world.memory import Accounts
 from shardwise.world.world import CollectiveWork, Group
 
 BY_PROGRAM = "program"
+MAX_COLLECTED_ELEMENTS = 1 << 12  # of a gradient that waits for its bucket, since a call takes longer than its copy
 AT_END = "end"  # where ranks run different branches: buckets are complete at different places among the collectives of their backwards
 
 
@@ -128,7 +130,8 @@ class GradientReducer:
             if grad is None or reducer is None:
                 return
             view = reducer._views.get(name)
-            if grad is view or name in reducer._collected_by_bucket:  # autograd has accumulated into it
+            is_small = view is not None and grad.numel() <= MAX_COLLECTED_ELEMENTS and grad.dtype is view.dtype and not grad.is_sparse
+            if grad is view or is_small or name in reducer._collected_by_bucket:  # autograd has accumulated into it
                 reducer._on_gradient(name)
             else:
                 parameter.grad = view
@@ -258,20 +261,22 @@ class GradientReducer:
         number, bucket = self.ordered_buckets[place]
         views: list[Tensor] = []
         gradients: list[Tensor] = []
-        self._allocate(bucket)
+        if bucket.grad is not None:
+            self._allocate(bucket)
+        parameters, of_name, is_first = self.parameters, self._views, self._is_first
         for name in bucket.names:
-            parameter, view = self.parameters[name], self._views[name]
+            parameter, view = parameters[name], of_name[name]
             grad = parameter.grad
             if grad is not None and grad is not view:
                 parameter.grad = None
-                if self._is_first[name]:
+                if is_first[name]:
                     views.append(view)
                     gradients.append(grad)
                 else:
                     view.add_(grad)
-            elif self._is_first[name]:
+            elif is_first[name]:
                 view.zero_()
-            self._is_first[name] = False
+            is_first[name] = False
         if gradients:
             private.copy_tensors(views, gradients)
         return self.groups[number].bucket_gradient(bucket)

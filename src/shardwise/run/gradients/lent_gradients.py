@@ -67,6 +67,8 @@ class LentGradients:
 
     def is_lent(self, name: str) -> bool:
         """Return whether a parameter's gradient is in its bucket."""
+        if not self._groups:
+            return False
         lending = self._group_of.get(name)
         x = None if lending is None else lending.lent.get(name)
         return x is not None and self._parameters[name].grad is x

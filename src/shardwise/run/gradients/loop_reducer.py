@@ -15,7 +15,7 @@ leaves `torch.autograd.grad` local to a rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise.run.state.parameters import Bucket, FlatGroup, share_gradient_mem
 from shardwise.world import private
 from shardwise.world.world import World
 
+_NO_CHANGE = nullcontext()
 LARGE_ELEMENTS = 1 << 14  # a gradient of so many is scaled and copied at once; smaller ones all together, which takes fewer calls
 
 
@@ -70,6 +71,7 @@ class LoopGradientReducer:
         self._is_accumulating, self._reduces_now = False, True
         self._used_before: dict[str, None] = {}  # used by backwards without a reduction
         reduced = {name for group, _ in self._reduced_groups for name in group.views}
+        self._reduced_names = frozenset(reduced)
         trained = {member.name: parameters[member.name] for group in groups for member in group.members}
         for number, (_, _, bucket) in enumerate(self._ordered_buckets):
             for name in bucket.names:
@@ -123,10 +125,11 @@ class LoopGradientReducer:
                 f"a gradient of {name} that has a gradient itself (create_graph=True) is this rank's alone, which is not summed over "
                 "ranks; differentiate by the model's inputs or outputs, or use shardwise.parallelize"
             )
-        self.begin_backward()
+        if not self._in_backward:
+            self.begin_backward()
         self._arriving.add(name)
         with private.as_base_tensor():
-            if self._hooks.changes(name):
+            if self._hooks.are_any and self._hooks.changes(name):
                 self._lent.take_back(name)
                 self._hooks.set_aside(name)
             if self._parameters[name].grad is None:
@@ -141,20 +144,18 @@ class LoopGradientReducer:
         if name not in self._used:
             self._used[name] = None
             self._num_missing[number] -= 1
-            if self._reduces_now:
+            if self._reduces_now and not (self._num_missing[number] or self._reduces_at_end):
                 self._launch(is_finished=False)
 
     def _launch(self, is_finished: bool) -> None:
         """Start the all-reduces of complete buckets, in the same order on all ranks."""
-        while len(self._works) < len(self._ordered_buckets) and (
-            is_finished or not (self._reduces_at_end or self._num_missing[len(self._works)])
-        ):
+        while len(self._works) < len(self._ordered_buckets) and (is_finished or not self._num_missing[len(self._works)]):
             group, over, bucket = self._ordered_buckets[len(self._works)]
-            self._fill_bucket(group, bucket, 1 / over.size)
+            with torch.no_grad() if torch.is_grad_enabled() else _NO_CHANGE:  # backward has it off, but with create_graph
+                self._fill_bucket(group, bucket, 1 / over.size)
             self._watch.observe_gradients(group, bucket)
             self._works.append(over.all_reduce(group.grad[bucket.start : bucket.stop], wait=False))
 
-    @torch.no_grad()
     def _fill_bucket(self, group: FlatGroup, bucket: Bucket, scale: float) -> None:
         """Write the scaled gradients of a bucket's parameters, in one pass over each; missing ones are zero."""
         targets: list[Tensor] = []
@@ -171,7 +172,10 @@ class LoopGradientReducer:
                 else:
                     targets.append(view)
                     sources.append(grad)
-            if targets:
+            if len(targets) == len(bucket.names):
+                private.copy_tensors(targets, sources)
+                group.grad[bucket.start : bucket.stop].mul_(scale)
+            elif targets:
                 private.copy_tensors(targets, sources)
                 private.scale_tensors(targets, scale)
             for name in bucket.names:
@@ -194,12 +198,15 @@ class LoopGradientReducer:
         for work in self._works:
             work.wait()
         self._check_arrived()
-        self._used |= {name: None for name in self._used_before if self._parameters[name].grad is not None}
-        self._used_before.clear()
+        if self._used_before:
+            self._used |= {name: None for name in self._used_before if self._parameters[name].grad is not None}
+            self._used_before.clear()
         with private.as_base_tensor():
             written = self._write_gradients(self._all_reduce_used() if self._uses_differ else None)
         self._watch.finish_backward()
         # Ranks call hooks in one order, since an optimizer's step may communicate.
+        if not self._hooks.are_any:
+            return
         self._hooks.call(written if self._uses_differ else [*self._used, *(name for name in written if name not in self._used)])
 
     def _queue_hooks(self, name: str) -> None:
@@ -244,13 +251,14 @@ class LoopGradientReducer:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         used = self._find_nonzero_gradients() if used is None else used
+        lent, parameters = self._lent, self._parameters
         for group, _ in self._reduced_groups:
             for name, view in group.views.items():
-                p = self._parameters[name]
+                p = parameters[name]
                 if name not in self._used and not (p.requires_grad and name in used):
                     continue
                 written.append(name)
-                if self._lent.is_lent(name):
+                if lent.is_lent(name):
                     continue
                 grad = p.grad
                 if grad is None or grad.is_sparse:
@@ -266,6 +274,8 @@ class LoopGradientReducer:
 
     def _find_nonzero_gradients(self) -> set[str]:
         """Return the parameters unused here whose averaged gradient is not zero, so that other ranks used them; one read for all."""
+        if self._reduced_names <= self._used.keys():
+            return set()
         views = {
             name: view
             for group, _ in self._reduced_groups

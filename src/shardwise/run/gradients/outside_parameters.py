@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.capture.nesting import named_leaves, tensors_in
+from shardwise.capture.nesting import BatchLeaves, tensors_in
 from shardwise.errors import UsageError
 from shardwise.world import private
 from shardwise.world.world import World
@@ -48,10 +48,11 @@ class ModuleCall:
         if not torch.is_grad_enabled():
             patch_autograd().note_unreduced(self)
             return
-        self.inputs.extend(x for _, x in named_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad)
-        for _, x in named_leaves(outputs):
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                x.grad_fn.metadata[_METADATA_KEY] = self  # type: ignore[index]  # torch's stub takes the property for a method
+        self.inputs.extend([x for x in BatchLeaves(arguments).tensors.values() if x.requires_grad])
+        with private.as_base_tensor():
+            for x in (outputs,) if isinstance(outputs, Tensor) else BatchLeaves(outputs).tensors.values():
+                if x.grad_fn is not None:
+                    x.grad_fn.metadata[_METADATA_KEY] = self  # type: ignore[index]  # torch's stub takes the property for a method
 
 
 @dataclass
@@ -90,6 +91,8 @@ class OutsideGraph:
     @property
     def parameters(self) -> list[Tensor]:
         """Parameters that no divided module reduces."""
+        if not self.leaves:
+            return []
         reduced = frozenset[int]().union(*(call.own_parameters for call in self.calls))
         return [x for x in self.leaves if _is_whole_parameter(x) and id(x) not in reduced]
 
@@ -107,7 +110,7 @@ class OutsideGraph:
 
     def check_leaves(self) -> None:
         """Raise UsageError if a leaf requires a gradient of which it is unknown whether it is of all samples or of this rank's."""
-        local = [call for call in self.calls if call.num_local_samples]
+        local = [call for call in self.calls if call.num_local_samples] if self.leaves else []
         for x in self.leaves if local else ():
             if not isinstance(x, nn.Parameter) and not any(x.shape[:1] == (call.num_local_samples,) for call in local):
                 raise UsageError(
@@ -121,12 +124,12 @@ def _is_whole_parameter(x: Tensor) -> bool:
     return isinstance(x, nn.Parameter) and getattr(x, "spec", None) is None  # shards of divided modules have a spec
 
 
-def trace_outside_graph(tensors: Iterable[Tensor]) -> OutsideGraph:
-    """Return the graph of `tensors` up to its leaves, without the insides of divided modules."""
+def trace_outside_graph(tensors: Iterable[Tensor], nodes: Iterable[Any] = ()) -> OutsideGraph:
+    """Return the graph of `tensors` and autograd `nodes` up to its leaves, without the insides of divided modules."""
     calls: dict[int, ModuleCall] = {}
     leaves: dict[int, Tensor] = {}
     visited: set[Any] = set()
-    pending: list[Any] = []
+    pending: list[Any] = list(nodes)
 
     def add(x: Tensor) -> None:
         if x.grad_fn is not None:
@@ -160,23 +163,11 @@ def patch_autograd() -> AutogradPatch:
     @wraps(backward)
     def backward_and_average(tensors: Any, *args: Any, **kwargs: Any) -> None:
         outside = trace_outside_graph(tensors_in(tensors))
-        parameters = outside.parameters
         if not outside.calls:
-            patch.warn_unreduced(parameters)
+            patch.warn_unreduced(outside.parameters)
             return backward(tensors, *args, **kwargs)
-        patch.unreduced_call = None
-        outside.check_leaves()
-        if (inputs := kwargs.get("inputs")) is not None:
-            wanted = {id(x) for x in tensors_in(inputs)}
-            parameters = [p for p in parameters if id(p) in wanted]
-        share = outside.relative_share() if parameters else 1.0
-        earlier, patch.root = patch.root, _find_root(tensors, args, kwargs)
-        try:
-            backward(tensors, *args, **kwargs)
-        finally:
-            patch.root = earlier
-        if parameters:
-            _average_gradients(parameters, share, outside.calls[0].world)
+        root = _find_root(tensors, args, kwargs)
+        run_and_average(outside, root, lambda: backward(tensors, *args, **kwargs), kwargs.get("inputs"))
 
     @wraps(grad)
     def grad_and_average(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +189,31 @@ def patch_autograd() -> AutogradPatch:
         _average_tensors([averaged[i] for i in positions], outside.relative_share(), outside.calls[0].world)
         return tuple(averaged)
 
+    if backward is private.TORCH_BACKWARD:
+        private.TRANSPARENT_BACKWARDS.add(backward_and_average)
     torch.autograd.backward = backward_and_average
     torch.autograd.grad = grad_and_average
     _replace_imported_names({backward: backward_and_average, grad: grad_and_average})
     return patch
+
+
+def run_and_average(outside: OutsideGraph, root: Any, run: Callable[[], None], inputs: Any = None) -> None:
+    """Run a backward that reaches calls of divided modules, and average the gradients of what is outside of them. `root`: the node that it
+    starts from with a gradient of one, if it is a single one. `inputs`: the tensors that it differentiates by, if not all."""
+    patch, parameters = patch_autograd(), outside.parameters
+    patch.unreduced_call = None
+    outside.check_leaves()
+    if inputs is not None:
+        wanted = {id(x) for x in tensors_in(inputs)}
+        parameters = [p for p in parameters if id(p) in wanted]
+    share = outside.relative_share() if parameters else 1.0
+    earlier, patch.root = patch.root, root
+    try:
+        run()
+    finally:
+        patch.root = earlier
+    if parameters:
+        _average_gradients(parameters, share, outside.calls[0].world)
 
 
 _BACKWARD_NAMES = (

@@ -67,13 +67,15 @@ class ParameterHooks:
     def __init__(self, parameters: Mapping[str, nn.Parameter], reduced: Collection[str], queue: Callable[[str], None]) -> None:
         patch_hook_registration()
         self._parameters, self._queue = parameters, queue
-        self._tables = {name: GradientHookTables(None if name in reduced else partial(self._watch, name)) for name in parameters}
+        self.are_any = False  # whether there have been hooks
+        self._reduced = frozenset(reduced)
+        self._tables = {name: GradientHookTables(partial(self._watch, name)) for name in parameters}
         self._earlier: dict[str, Tensor | None] = {}
         for name, tables in self._tables.items():
             setattr(parameters[name], _ATTRIBUTE, tables)
 
     def __bool__(self) -> bool:
-        return any(tables.on_gradient or tables.after_accumulation for tables in self._tables.values())
+        return self.are_any and any(tables.on_gradient or tables.after_accumulation for tables in self._tables.values())
 
     def changes(self, name: str) -> bool:
         """Return whether hooks may change a parameter's gradient, and must see this backward's alone."""
@@ -104,6 +106,10 @@ class ParameterHooks:
                 p.grad = earlier if p.grad is None else earlier.add_(p.grad)
 
     def _watch(self, name: str) -> None:
+        """Note a parameter's first hook; where its gradient is complete in backward, hook it oneself."""
+        self.are_any = True
+        if name in self._reduced:
+            return
         p, tables = self._parameters[name], self._tables[name]
         spec: Any = getattr(p, "spec", None)  # of a shard
 

@@ -24,6 +24,8 @@ class BatchMode(Enum):
     REPLICATED = 1
     GLOBAL_BATCH = 2
 
+    __hash__ = object.__hash__  # members are unique, and enumerations hash their names, in Python
+
 
 @dataclass(frozen=True)
 class CallSamples:

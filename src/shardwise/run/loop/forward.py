@@ -1,30 +1,27 @@
 """The forward of a sharded module, computed by captured graphs: one for each combination of module modes and input structure.
 
-It returns the module's output for this rank's samples, in full tensors. A plain loop reduces a parameter's gradient over the same ranks
-whichever capture computed it (`run/loop/shard_module`), so partial gradients over any other axis are reduced where the parameter enters.
+It returns the module's output for this rank's samples, in full tensors (`run/loop/captured_forward`). What a call asks for is compared with
+the last call's first: a loop calls its model in one way, over and over.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from shardwise.capture.attribute_reads import AttributeRead
 from shardwise.capture.modes import Modes
-from shardwise.capture.nesting import BatchLeaves, BatchSignature, batch_size_of, named_leaves, replace_leaves, tensors_of
+from shardwise.capture.nesting import BatchLeaves, BatchSignature, batch_size_of, tensors_of
 from shardwise.errors import Infeasible, ModelError
 from shardwise.lower.kernels.randomness import DrawState
-from shardwise.lower.redistribute import redistribute, scale_gradient
-from shardwise.plan.ir.axis import DATA, sample_axes
-from shardwise.plan.ir.placement import D, R, even_shard_range, is_halo, is_shard, shard
+from shardwise.plan.ir.axis import sample_axes
+from shardwise.plan.ir.placement import even_shard_range
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.gradients.loop_reducer import LoopGradientReducer
@@ -32,194 +29,21 @@ from shardwise.run.gradients.outside_parameters import ModuleCall
 from shardwise.run.gradients.replica_watch import INTERVAL
 from shardwise.run.loop.attribute_watch import AttributeChanges, AttributeWatch
 from shardwise.run.loop.batch_agreement import BatchMode, CallSamples, agree_on_batch
-from shardwise.run.loop.bucket_gathers import ZeroShard
+from shardwise.run.loop.captured_forward import CapturedForward
 from shardwise.run.loop.cumulative_statistics import average_cumulatively, cumulative_norms
 from shardwise.run.loop.full_weights import FullWeightCache
 from shardwise.run.loop.hooks import HookedModules, call_hooks, record_hooked_calls
-from shardwise.run.loop.model_outputs import find_summed_outputs, returnable_output, start_sum
 from shardwise.run.loop.mutation_guard import MutationGuard
 from shardwise.run.loop.optimizer_steps import OptimizerSteps
 from shardwise.run.loop.original_module import OriginalModule
-from shardwise.run.loop.zero_gather import GatheredWeightSaver, insert_weight_reads
 from shardwise.run.parts.lru_cache import MAX_CAPTURES, MAX_MICROBATCH_SIZES, LRUCache
 from shardwise.run.parts.rank_model import RankModel, with_tensors
 from shardwise.run.parts.rows import CallConvention
 from shardwise.run.rank_model.build import BuildRequest, build_rank_model
 from shardwise.run.rank_model.model_source import CachedModelSource, ModelSource
-from shardwise.run.sharded_state import full_state, narrow_to, weight_shards
-from shardwise.run.state.precision import autocast_dtype_of
+from shardwise.run.sharded_state import full_state, weight_shards
 from shardwise.world import private
-from shardwise.world.world import CollectiveWork, Group, World
-
-_NO_CASTS = _NO_GATHERS = nullcontext()
-
-
-@dataclass(frozen=True)
-class CapturedForward:
-    """The forward of one capture. `reduced_axes`: axes over which the loop reduces each parameter's gradient, by name. `relative_share`:
-    number of this replica's samples over that of an equal share."""
-
-    rank_model: RankModel
-    plan: Plan
-    world: World
-    reduced_axes: Mapping[str, tuple[str, ...]]
-    batch_mode: BatchMode = BatchMode.LOCAL_SHARD
-    relative_share: float = 1.0
-    sums: list[CollectiveWork] = field(default_factory=list)  # started sums of outputs, which may be unread
-    ranges: dict[tuple[str, torch.Size], list[tuple[int, int, int]]] = field(default_factory=dict)  # of this rank's part of an input
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Return the output. `inputs`: the tensors of the call by path."""
-        parts, layout, stage = self.rank_model, self.plan.layout, self.rank_model.single_stage
-        tensors = {v.value: inputs[v.name].to(self.world.device) for v in parts.graph.inputs}
-        for value, x in tensors.items():
-            if x.requires_grad and torch.is_grad_enabled():  # the loop differentiates by it, or layers before the module train
-                tensors[value] = self._enter_differentiable_input(value, x)
-            elif ranges := self._local_ranges(value, x.shape):
-                tensors[value] = narrow_to(x, ranges)
-        values = [parts.variables[v] if v in parts.variables else tensors[v] for v in stage.variables]
-        for position, group in self._extra_gradient_reductions:
-            values[position] = redistribute(values[position], R, D, group)
-        for position, share in self._gradient_scales:
-            values[position] = scale_gradient(values[position], share)
-        kind = self.world.device.type
-        user_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None  # the user's own autocast around the call
-        autocast = autocast_dtype_of(layout.precision) or user_dtype
-        saved, module, summed = self._prepared_module
-        while self.sums:
-            self.sums.pop().wait()
-        casts = _NO_CASTS if autocast is None else torch.autocast(kind, dtype=autocast)
-        with private.as_base_tensor(), casts, saved.run(values) if saved.buckets else _NO_GATHERS:
-            results = module(*values)
-        outputs = []
-        for i, (groups, x) in enumerate(zip(self._equal_output_groups, results, strict=True)):
-            for group in groups if x.is_floating_point() else ():
-                x = x if group is summed.get(i) else redistribute(x, R, D, group)
-            if i in summed:
-                outputs.append(start_sum(x, summed[i], self.sums))
-                continue
-            # The loop averages over this rank's samples; its gradient is weighted by their number.
-            x = x if self.relative_share == 1.0 else scale_gradient(x, self.relative_share)
-            outputs.append(private.as_writable(x))  # a loop may change an output in place: a loss, an image that it scales
-        paths, constants = self._outputs
-        return replace_leaves(parts.structure, constants | dict(zip(paths, outputs, strict=True)))
-
-    def _local_ranges(self, value: str, shape: torch.Size) -> list[tuple[int, int, int]]:
-        """Return the ranges of this rank's part of an input of this shape."""
-        found = self.ranges.get((value, shape))
-        if found is None:
-            sharding, at = self.rank_model.sharding, self.plan.layout.mesh.coordinates(self.world.rank)
-            excluded = () if self.batch_mode is BatchMode.GLOBAL_BATCH else sharding.sample_axes
-            found = self.ranges[value, shape] = sharding.stored(value, shape, at, excluded_axes=excluded)
-        return found
-
-    @cached_property
-    def communicates(self) -> bool:
-        """Return whether the graph communicates, so that all ranks must call it, with tensors of the same shapes."""
-        groups: list[Group] = []
-        for node in getattr(self.rank_model.single_stage.module, "graph", fx.Graph()).nodes:
-            fx.node.map_aggregate((node.args, node.kwargs), lambda x: groups.append(x) if isinstance(x, Group) and x.size > 1 else None)
-        return bool(groups or self.rank_model.zero_shards)
-
-    @cached_property
-    def _outputs(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The model's output by path: tensors, and all other leaves as they will be returned."""
-        returned = list(named_leaves(self.rank_model.structure))
-        tensors = {path: leaf for path, leaf in returned if isinstance(leaf, Tensor)}
-        return tensors, {path: returnable_output(path, leaf) for path, leaf in returned if path not in tensors}
-
-    @cached_property
-    def _gradient_axes(self) -> dict[str, tuple[set[str], set[str]]]:
-        """Trained parameters by graph value: axes over which this capture leaves partial gradients, and axes that the loop reduces."""
-        names = {member.name for group in self.rank_model.groups for member in group.members}
-        gradients, pieces = self.rank_model.sharding.gradient_axes, self.rank_model.zero_shards
-        return {  # the all-gather of ZeRO shards reduces over data in its backward
-            v.value: (set(gradients.get(v.value, ())) - ({DATA} if v.name in pieces else set()), set(self.reduced_axes[v.name]))
-            for v in self.rank_model.graph.parameters
-            if v.name in names
-        }
-
-    @cached_property
-    def _module_with_gathers(self) -> tuple[GatheredWeightSaver, nn.Module]:
-        """The module to run, with all-gathers of ZeRO shards and casts of weights inserted, and the saver of its gathered weights."""
-        parts, saved, module = self.rank_model, GatheredWeightSaver(self.plan.layout.zero == 3), self.rank_model.single_stage.module
-        names = {v.value: v.name for v in parts.graph.parameters if v.name in parts.zero_shards}
-        held = {} if parts.lowering is None else parts.lowering.held_dtypes
-        if not (names or held):
-            return saved, module
-        assert isinstance(module, fx.GraphModule)
-        read = R if self.batch_mode is BatchMode.REPLICATED else D  # where every rank computes all samples, its gradient is complete
-        over, dtypes = self._group(DATA), {name: p.dtype for name, p in parts.parameters.items()}
-        shards = {v: ZeroShard(name, parts.zero_shards[name], read, over, dtypes[name], held.get(v)) for v, name in names.items()}
-        return saved, insert_weight_reads(module, [(shards.get(v), held.get(v)) for v in parts.single_stage.variables], saved)
-
-    @cached_property
-    def _equal_output_groups(self) -> list[tuple[Group, ...]]:
-        """Return, by output, the groups of ranks with different samples on which it is equal. Each rank may use it differently (to scale
-        its own samples' scores), so its gradients are reduced."""
-        stage, axes = self.rank_model.single_stage, self.rank_model.sharding.sample_axes
-        return [tuple(self._group(axis) for axis in axes if not is_shard(stage.placements[name].get(axis, R))) for name in stage.results]
-
-    @cached_property
-    def _prepared_module(self) -> tuple[GatheredWeightSaver, nn.Module, dict[int, Group]]:
-        """The module to run and the saver of its gathered weights, with the groups of outputs, by position, that are summed behind it:
-        scalars over ranks with different samples, where each counts alike."""
-        saved, module = self._module_with_gathers
-        if self.relative_share != 1.0 or not isinstance(module, fx.GraphModule):
-            return saved, module, {}
-        tensors, stage = self.rank_model.graph.tensors, self.rank_model.single_stage
-        scalars = {i for i, name in enumerate(stage.results) if not tensors[name].shape and tensors[name].dtype.startswith("float")}
-        groups = {self._group(axis) for axis in self.rank_model.sharding.sample_axes}
-        return saved, *find_summed_outputs(module, scalars, groups)
-
-    @cached_property
-    def _extra_gradient_reductions(self) -> list[tuple[int, Group]]:
-        """Positions of parameters with partial gradients that the loop does not reduce, with the groups to reduce over."""
-        sums = []
-        for i, value in enumerate(self.rank_model.single_stage.variables):
-            partial, exchanged = self._gradient_axes.get(value, (set[str](), set[str]()))
-            sums += [(i, self._group(axis)) for axis in self.rank_model.sharding.sizes if axis in partial - exchanged]
-        return sums
-
-    @cached_property
-    def _gradient_scales(self) -> list[tuple[int, float]]:
-        """Positions of parameters whose number of partial gradients is not that of the data ranks, with the ratio of the two.
-
-        The reducer takes a mean (see `run/loop/shard_module`), which this ratio corrects.
-        """
-        data, sizes = 1 if self.batch_mode is BatchMode.REPLICATED else self.plan.layout.data, self.rank_model.sharding.sizes
-        shares = {
-            value: prod(sizes[axis] for axis in partial & exchanged) / data for value, (partial, exchanged) in self._gradient_axes.items()
-        }
-        return [(i, shares[v]) for i, v in enumerate(self.rank_model.single_stage.variables) if shares.get(v, 1.0) != 1.0]
-
-    def _enter_differentiable_input(self, value: str, x: Tensor) -> Tensor:
-        """Return this rank's shard of an input, whose gradient is that of the input as the loop holds it.
-
-        Of a global batch, every rank gets the gradient by all of it, as it got all outputs; of a shard of the samples, a rank gets the
-        gradient by its samples. Within the module gradients are `num_sample_shards` times the loop's (see `run/loop/shard_module`).
-        """
-        sharding, partial = self.rank_model.sharding, self.rank_model.sharding.gradient_axes.get(value, ())
-        share, sample_axes_ = 1.0, sharding.sample_axes
-        has_own_samples = False
-        for axis, form in sharding.placements[value].items():
-            is_sample_axis = axis in sample_axes_
-            if is_sample_axis and self.batch_mode is BatchMode.GLOBAL_BATCH:
-                share /= sharding.sizes[axis]
-            if is_sample_axis and self.batch_mode is not BatchMode.GLOBAL_BATCH:
-                has_own_samples |= is_shard(form)
-                share /= 1 if is_shard(form) or axis in partial else sharding.sizes[axis]
-            elif is_shard(form) and not (form.lengths or form.runs):
-                x = redistribute(x, R, shard(form.dim, x.shape[form.dim], sharding.sizes[axis]), self._group(axis))
-            elif is_shard(form) or is_halo(form):
-                x = redistribute(x, R, form, self._group(axis))
-            elif axis in partial:
-                x = redistribute(x, R, D, self._group(axis))
-        return scale_gradient(x, share / self.relative_share if has_own_samples else share)
-
-    def _group(self, axis: str) -> Group:
-        return self.world.group(self.plan.layout.mesh.group(self.world.rank, axis))
-
+from shardwise.world.world import World
 
 # The model's modes, the form of its inputs, which samples these are, the hooks on its submodules, and its changed attributes.
 CallKey = tuple[Modes, Hashable, BatchMode, HookedModules, AttributeChanges]
@@ -242,7 +66,7 @@ class ModuleCaptures:
     modes: Modes
     variants: LRUCache[RankModel] = field(default_factory=lambda: LRUCache(MAX_CAPTURES))
     attribute_reads: set[AttributeRead] = field(default_factory=set)
-    bindings: LRUCache[dict[str, Any] | tuple[Any, ...]] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
+    bindings: LRUCache[dict[str, Any] | tuple[Any, ...] | None] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
 
     @cached_property
     def batch_form(self) -> BatchSignature:
@@ -299,11 +123,14 @@ class ModuleCaptures:
         places = self.bindings.get_or_build(
             (len(args), *kwargs), lambda: self._bind_arguments(tuple(range(len(args))), {name: name for name in kwargs})
         )
+        if places is None:
+            return kwargs
         if isinstance(places, dict):
             return {name: kwargs[place] if isinstance(place, str) else args[place] for name, place in places.items()}
         return tuple([kwargs[place] if isinstance(place, str) else args[place] for place in places])
 
-    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | tuple[Any, ...]:
+    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | tuple[Any, ...] | None:
+        """Return the place of every argument; None where they are nested as the call has them, by keyword and in order."""
         bound = self.signature.bind(*args, **kwargs)
         if not isinstance(self.batch, Mapping):
             if bound.kwargs:
@@ -317,7 +144,16 @@ class ModuleCaptures:
             if kind is inspect.Parameter.VAR_POSITIONAL:
                 raise Infeasible(f"the model was captured with arguments by keyword, and is called with {len(value)} more in order")
             arguments.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-        return arguments
+        return None if list(arguments.items()) == [(name, name) for name in kwargs] else arguments
+
+
+@dataclass
+class KeptCall:
+    """The last call of a module. `asked`: all that its graph depends on but the batch's samples; None: it has objects that may change."""
+
+    asked: tuple[Any, ...] | None = None
+    form: BatchSignature | None = None
+    forward: tuple[CallKey, int, CapturedForward] | None = None
 
 
 @dataclass(frozen=True)
@@ -336,6 +172,7 @@ class GraphReplica:
     agreed_forms: set[tuple[int, int]] = field(default_factory=set)  # form and samples of batches that ranks have compared
     forms: LRUCache[BatchSignature] = field(default_factory=lambda: LRUCache(MAX_MICROBATCH_SIZES))
     forwards: LRUCache[CapturedForward] = field(default_factory=lambda: LRUCache(1 + MAX_CAPTURES))
+    kept: KeptCall = field(default_factory=KeptCall)
 
     @property
     def draw(self) -> DrawState:
@@ -350,7 +187,7 @@ class GraphReplica:
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output for this rank's samples. Generation (new objects in the inputs, no gradients) runs the model's own code."""
-        if names := cumulative_norms(self.batch_norms):
+        if self.batch_norms and (names := cumulative_norms(self.batch_norms)):
             with average_cumulatively(self.model, self.captures.source.model, names):
                 return self._compute(args, kwargs, names)
         return self._compute(args, kwargs, ())
@@ -362,30 +199,45 @@ class GraphReplica:
 
     def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any], cumulative: tuple[str, ...]) -> Any:
         leaves = BatchLeaves(called := self.captures.nest_arguments(args, kwargs))
-        form = self._form_of(leaves)
-        if torch.is_grad_enabled():
-            self.captures.batch_form.check_objects(form)
+        trains, kept = torch.is_grad_enabled(), self.kept
+        if trains:
             self.gathered_weights.clear()
             if self.gradient_reducer is not None:
                 self.gradient_reducer.forget_interrupted_backward()
-        elif self.captures.batch_form.differing_objects(form):
+        modes, hooked = tuple([module.training for module in self._modules]), self.mutation_guard.hooked_modules()
+        asked = (leaves.key, trains, modes, hooked, self.attributes.changes(), cumulative)
+        is_kept = asked[0] is not None and asked == kept.asked
+        form = kept.form if is_kept and kept.form is not None else self._form_of(leaves)
+        if not is_kept and trains:
+            self.captures.batch_form.check_objects(form)
+        elif not is_kept and self.captures.batch_form.differing_objects(form):
             with self.gathered_weights.full_weights_in(self.model, self.rank_model, self.captures.plan.layout.mesh):
                 return type(self.model).forward(self.model, *args, **kwargs)
-        hooked = self.mutation_guard.hooked_modules()
         key = (form.key, cumulative) if cumulative else form.key
-        modes = tuple([module.training for module in self._modules])
-        call = (modes, key, BatchMode.LOCAL_SHARD, hooked, self.attributes.changes())
+        call: CallKey = (modes, key, BatchMode.LOCAL_SHARD, hooked, asked[4])
         samples, batch = self._resolve_samples(call, called, leaves, form)
-        forward = self._forward_for((*call[:2], batch, *call[3:]), samples, called)
+        if is_kept and kept.forward is not None and kept.forward[0][2] is batch and kept.forward[1] == samples:
+            forward = kept.forward[2]
+        else:
+            forward = self._keep_call(asked, form, (modes, key, batch, hooked, asked[4]), samples, called)
         forward.rank_model.draw.step += 1
         output = forward(leaves.tensors)
         if hooked:
             output, calls = output
             call_hooks(self.model, hooked, calls)
-        has_own_samples = batch is BatchMode.LOCAL_SHARD and max(self._sample_shards) > 0
-        num_local = leaves.num_rows if has_own_samples else 0
-        ModuleCall(self.captures.world, self._parameter_ids, num_local, forward.relative_share).record(called, output)
+        if self.captures.world.num_ranks > 1:
+            num_local = leaves.num_rows if batch is BatchMode.LOCAL_SHARD and max(self._sample_shards) > 0 else 0
+            ModuleCall(self.captures.world, self._parameter_ids, num_local, forward.relative_share).record(called, output)
         return output
+
+    def _keep_call(self, asked: tuple[Any, ...], form: BatchSignature, call: CallKey, samples: int, inputs: Any) -> CapturedForward:
+        """Return what runs a call, and keep it for the next one."""
+        kept = self.kept
+        if kept.forward is not None:
+            self.forwards.find(kept.forward[:2])  # used until now
+        forward = self._forward_for(call, samples, inputs)
+        kept.asked, kept.form, kept.forward = asked, form, (call, samples, forward)
+        return forward
 
     @cached_property
     def _modules(self) -> tuple[nn.Module, ...]:

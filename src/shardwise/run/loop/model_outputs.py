@@ -19,7 +19,7 @@ from shardwise.capture.nesting import is_literal_value, tensors_in
 from shardwise.errors import ModelError
 from shardwise.lower.redistribute import redistribute
 from shardwise.plan.ir.placement import P, R
-from shardwise.run.gradients.outside_parameters import is_backward_root
+from shardwise.run.gradients.outside_parameters import is_backward_root, run_and_average, trace_outside_graph
 from shardwise.world import private
 from shardwise.world.world import CollectiveWork, Group
 
@@ -93,6 +93,15 @@ class PendingOutput(Tensor):
 
 
 def _run_backward(root: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
+    is_usual = gradient is None and inputs is None and not (retain_graph or create_graph) and isinstance(root, PendingOutput)
+    if is_usual and torch.autograd.backward in private.TRANSPARENT_BACKWARDS:
+        with private.as_base_tensor():
+            node, number, one = root.grad_fn, root.output_nr, torch.ones_like(root)
+        outside = trace_outside_graph((), () if node is None else (node,))
+        if outside.calls:
+            start = None if private.has_gradient_hooks(root) else node
+            run_and_average(outside, start, lambda: private.run_backward_from(node, number, one))
+            return
     torch.autograd.backward(root, gradient, retain_graph, create_graph, inputs=inputs)
 
 

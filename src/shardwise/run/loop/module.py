@@ -56,7 +56,7 @@ class ShardedModule:
         self.replica.check()
         if self.world.num_ranks > 1:
             self._check_gradients_reduced()
-            note_batch((args, kwargs))
+            note_batch((args, kwargs) if args else kwargs)
         return self.replica.compute(args, kwargs)
 
     def expect_full_batches(self) -> None:

@@ -31,7 +31,9 @@ class _HookTable:
 
 
 class MutationGuard:
-    """The tensors, shapes and hooks of a module when it was sharded."""
+    """The tensors, shapes and hooks of a module when it was sharded.
+
+    Where nothing has changed a check is a few passes over lists, without a frame of Python an item: it runs between small operators."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensor_tables: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
@@ -47,17 +49,24 @@ class MutationGuard:
                     _HookTable(name, table, frozenset(table), number >= NUM_FORWARD_HOOK_TABLES) for number, table in enumerate(hooks)
                 ]
 
+        self._tables = [table for _, table, _ in self._tensor_tables]
+        self._sizes = [len(items) for _, _, items in self._tensor_tables]
+        self._holders = [table for _, table, items in self._tensor_tables for _ in items]
+        self._keys = [key for _, _, items in self._tensor_tables for key in items]
+        self._items = [item for _, _, items in self._tensor_tables for item in items.values()]
+        self._tensors = [x for _, x, _ in self._shapes]
+        self._sizes_of_tensors = [shape for _, _, shape in self._shapes]
+        self._hook_tables = [hooks.table for hooks in self._hooks]
+        self._has_initial_hooks = any(self._hook_tables)
+
     def check(self) -> None:
         """Raise UsageError if something was replaced, resized or hooked. Runs at every call of the model."""
-        for name, table, items in self._tensor_tables:
-            if len(table) != len(items) or not all(map(is_, map(table.get, items), items.values())):
-                changed = [key for key, value in items.items() if table.get(key) is not value]
-                changed += [key for key in table if key not in items]
-                raise UsageError(f"{_qualified_name(name, changed[0])} was replaced after the model was divided: {REMEDY}")
+        if list(map(len, self._tables)) != self._sizes or not all(map(is_, map(dict.get, self._holders, self._keys), self._items)):
+            self._refuse_replaced()
         with private.as_base_tensor():
-            resized = next((path for path, x, shape in self._shapes if x.shape != shape), None)
-        if resized is not None:
-            raise UsageError(f"{resized} was resized after the model was divided: {REMEDY}")
+            if list(map(Tensor.size, self._tensors)) != self._sizes_of_tensors:
+                resized = next(path for path, x, shape in self._shapes if x.shape != shape)
+                raise UsageError(f"{resized} was resized after the model was divided: {REMEDY}")
         for hook in self._changed_hook_tables():
             if hook.is_on_backward and hook.table.keys() - hook.initial_ids:
                 raise UsageError(
@@ -66,6 +75,13 @@ class MutationGuard:
                 )
             if hook.initial_ids - hook.table.keys():
                 raise UsageError(f"a hook on {hook.module} was removed after the model was divided: {REMEDY}")
+
+    def _refuse_replaced(self) -> None:
+        for name, table, items in self._tensor_tables:
+            changed = [key for key, value in items.items() if table.get(key) is not value]
+            changed += [key for key in table if key not in items]
+            if changed:
+                raise UsageError(f"{_qualified_name(name, changed[0])} was replaced after the model was divided: {REMEDY}")
 
     def hooked_modules(self) -> HookedModules:
         """Return submodules with forward hooks registered since, and the ids of these hooks."""
@@ -76,6 +92,8 @@ class MutationGuard:
         return tuple(hooked.items())
 
     def _changed_hook_tables(self) -> list[_HookTable]:
+        if not (self._has_initial_hooks or any(self._hook_tables)):
+            return []
         return [hooks for hooks in self._hooks if hooks.table.keys() != hooks.initial_ids]
 
 

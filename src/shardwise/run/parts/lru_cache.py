@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 MAX_CAPTURES = 32  # captures that an engine caches besides that of training
 MAX_MICROBATCH_SIZES = 32  # microbatch sizes that a capture caches
 
 T = TypeVar("T")
+_MISSING: Any = object()
 
 
 class LRUCache(Generic[T]):
@@ -32,9 +33,10 @@ class LRUCache(Generic[T]):
 
     def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return the value of a key, built if it is not cached."""
-        if key not in self.entries:
-            self.entries[key] = build()
+        value: T = self.entries.get(key, _MISSING)
+        if value is _MISSING:
+            value = self.entries[key] = build()
             while len(self.entries) > self.max_entries:
                 self.entries.popitem(last=False)
         self.entries.move_to_end(key)
-        return self.entries[key]
+        return value

@@ -1,7 +1,7 @@
 """Rules of torch's operators on complex tensors of a finite field (`ComplexFieldTensor`), composed of rules of their real parts.
 
 i is formal, so nothing depends on whether the field has a root of -1: both parts of a value are rational functions of real numbers.
-Angles, exponentials and Fourier transforms have no rule.
+Angles and exponentials have no rule; Fourier transforms are in `fourier_rules`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.run.prove.field_tensor import (
 )
 from shardwise.run.prove.rules import STRUCTURE, VIEWS, view_of
 
-_register_complex = partial(register_for, rules=COMPLEX_RULES)
+register_complex = partial(register_for, rules=COMPLEX_RULES)
 
 
 def join_parts(real: Any, imaginary: Any) -> ComplexFieldTensor:
@@ -67,7 +67,7 @@ def _from_bits(z: Any, bits: Tensor, args: Sequence[Any]) -> ComplexFieldTensor:
     return ComplexFieldTensor(FieldTensor(numbers, degree=[largest_degree((z, *args))]))
 
 
-@_register_complex(*VIEWS, *STRUCTURE)
+@register_complex(*VIEWS, *STRUCTURE)
 def _apply_structure(func: Any, z: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("memory_format", None)
     if func is aten.view.dtype:
@@ -77,7 +77,7 @@ def _apply_structure(func: Any, z: Any, *args: Any, **kwargs: Any) -> Any:
     return _from_bits(z, out, args) if isinstance(out, Tensor) else [_from_bits(z, part, args) for part in out]
 
 
-@_register_complex(aten.cat, aten.stack)
+@register_complex(aten.cat, aten.stack)
 def _apply_join(func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     joined = func([_as_bits(lift_complex(x)) for x in tensors], dim)
     return _from_bits(None, joined, tuple(tensors))
@@ -88,7 +88,7 @@ def _view_as_complex(func: Any, pair: FieldTensor) -> Any:
     return ComplexFieldTensor(view_of(pair, pair.a))
 
 
-@_register_complex(aten.view_as_real)
+@register_complex(aten.view_as_real)
 def _view_as_real(func: Any, z: ComplexFieldTensor) -> Any:
     return view_of(z.pair, z.pair.a)
 
@@ -104,23 +104,23 @@ def _make_polar(func: Any, size: Any, angle: Any) -> Any:
     return join_parts(size * angle.cos(), size * angle.sin())
 
 
-@_register_complex(aten.add)
+@register_complex(aten.add)
 def _apply_add(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
     y = y if alpha == 1 else aten.mul(y, alpha)
     return ComplexFieldTensor(lift_complex(x).pair + lift_complex(y).pair)  # type: ignore[arg-type]
 
 
-@_register_complex(aten.sub)
+@register_complex(aten.sub)
 def _apply_subtract(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
     return _apply_add(func, x, _apply_negate(func, y if alpha == 1 else aten.mul(y, alpha)))
 
 
-@_register_complex(aten.rsub)
+@register_complex(aten.rsub)
 def _subtract_from(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
     return _apply_subtract(func, y, x, alpha)
 
 
-@_register_complex(aten.neg)
+@register_complex(aten.neg)
 def _apply_negate(func: Any, z: Any) -> Any:
     return ComplexFieldTensor(-lift_complex(z).pair)  # type: ignore[arg-type]
 
@@ -137,14 +137,14 @@ def _combine_products(multiply: Callable[[Any, Any], Any], x: Any, y: Any) -> Co
     return join_parts(multiply(a, c) - multiply(b, d), multiply(a, d) + multiply(b, c))
 
 
-@_register_complex(aten.mul)
+@register_complex(aten.mul)
 def _apply_multiply(func: Any, x: Any, y: Any) -> Any:
     if not _is_complex(x) or not _is_complex(y):
         return _scale_pairs(x, y) if _is_complex(x) else _scale_pairs(y, x)
     return _combine_products(lambda a, b: a * b, x, y)
 
 
-@_register_complex(aten.div)
+@register_complex(aten.div)
 def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if not _is_complex(y):
         return _scale_pairs(x, y, divides=True)
@@ -152,29 +152,29 @@ def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -
     return _scale_pairs(_apply_multiply(func, x, _take_conjugate(func, lift_complex(y))), a * a + b * b, divides=True)
 
 
-@_register_complex(aten.reciprocal)
+@register_complex(aten.reciprocal)
 def _apply_reciprocal(func: Any, z: Any) -> Any:
     return _apply_divide(func, 1.0, z)
 
 
-@_register_complex(aten._conj, aten._conj_physical, aten.conj_physical)
+@register_complex(aten._conj, aten._conj_physical, aten.conj_physical)
 def _take_conjugate(func: Any, z: ComplexFieldTensor) -> Any:
     a, b = parts_of(z)
     return join_parts(a, -b)
 
 
-@_register_complex(aten.abs)
+@register_complex(aten.abs)
 def _apply_absolute(func: Any, z: Any) -> Any:
     a, b = parts_of(z)
     return (a * a + b * b).sqrt()
 
 
-@_register_complex(aten.sgn)
+@register_complex(aten.sgn)
 def _apply_sign(func: Any, z: Any) -> Any:
     return _scale_pairs(z, _apply_absolute(func, z), divides=True)
 
 
-@_register_complex(aten.pow)
+@register_complex(aten.pow)
 def _apply_raise(func: Any, z: Any, exponent: Any) -> Any:
     if not isinstance(exponent, int | float) or not float(exponent).is_integer():
         raise NotProvable("a power of complex numbers with an exponent that is not whole has no exact form")
@@ -184,7 +184,7 @@ def _apply_raise(func: Any, z: Any, exponent: Any) -> Any:
     return out if exponent >= 0 else _apply_reciprocal(func, out)
 
 
-@_register_complex(aten.square)
+@register_complex(aten.square)
 def _apply_square(func: Any, z: Any) -> Any:
     return _apply_multiply(func, z, z)
 
@@ -193,23 +193,23 @@ def _dims_of(z: Tensor, dim: Any) -> list[int]:
     return list(range(z.dim())) if dim is None or dim == [] else [d % z.dim() for d in (dim if isinstance(dim, list | tuple) else [dim])]
 
 
-@_register_complex(aten.sum)
+@register_complex(aten.sum)
 def _apply_sum(func: Any, z: ComplexFieldTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     return ComplexFieldTensor(z.pair.sum(_dims_of(z, dim), keepdim) if z.dim() else z.pair.clone())  # type: ignore[arg-type]
 
 
-@_register_complex(aten.mean)
+@register_complex(aten.mean)
 def _apply_mean(func: Any, z: ComplexFieldTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     total = _apply_sum(func, z, dim, keepdim)
     return _scale_pairs(total, z.numel() // max(1, total.numel()), divides=True)
 
 
-@_register_complex(aten.cumsum)
+@register_complex(aten.cumsum)
 def _cumulative_sum(func: Any, z: ComplexFieldTensor, dim: int, dtype: Any = None) -> Any:
     return ComplexFieldTensor(z.pair.cumsum(dim % z.dim()))  # type: ignore[arg-type]
 
 
-@_register_complex(aten.linalg_vector_norm)
+@register_complex(aten.linalg_vector_norm)
 def _apply_norm(func: Any, z: ComplexFieldTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     return torch.linalg.vector_norm(z.pair, ord, [*_dims_of(z, dim), z.dim()], False) if not keepdim else _keep_norm(z, ord, dim)
 
@@ -218,64 +218,64 @@ def _keep_norm(z: ComplexFieldTensor, ord: float, dim: Any) -> Any:
     return torch.linalg.vector_norm(z.pair, ord, [*_dims_of(z, dim), z.dim()], True).squeeze(-1)
 
 
-@_register_complex(aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot)
+@register_complex(aten.mm, aten.bmm, aten.matmul, aten.mv, aten.dot)
 def _multiply_matrices(func: Any, x: Any, y: Any, out: Any = None) -> Any:
     product = _combine_products(torch.matmul, x, y)
     return product if out is None else write(out, product)
 
 
-@_register_complex(aten.vdot)
+@register_complex(aten.vdot)
 def _multiply_conjugate(func: Any, x: Any, y: Any) -> Any:
     return _multiply_matrices(func, _take_conjugate(func, lift_complex(x)), y)
 
 
-@_register_complex(aten.addmm, aten.addmv, aten.baddbmm)
+@register_complex(aten.addmm, aten.addmv, aten.baddbmm)
 def _add_product(func: Any, c: Any, x: Any, y: Any, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
     product: Any = _multiply_matrices(func, x, y)
     total = _apply_add(func, _apply_multiply(func, product, complex(alpha)), _apply_multiply(func, lift_complex(c), complex(beta)))
     return total if out is None else write(out, total)
 
 
-@_register_complex(aten.addcmul)
+@register_complex(aten.addcmul)
 def _add_elementwise_product(func: Any, x: Any, y: Any, z: Any, value: Any = 1) -> Any:
     return _apply_add(func, x, _apply_multiply(func, _apply_multiply(func, lift_complex(y), z), value))
 
 
-@_register_complex(aten.where)
+@register_complex(aten.where)
 def _apply_where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
     return ComplexFieldTensor(torch.where(condition.unsqueeze(-1), lift_complex(x).pair, lift_complex(y).pair))  # type: ignore[arg-type]
 
 
-@_register_complex(aten.masked_fill)
+@register_complex(aten.masked_fill)
 def _fill_masked(func: Any, z: Any, mask: Tensor, value: Any) -> Any:
     return _apply_where(func, mask, value, z)
 
 
-@_register_complex(aten.eq, aten.ne)
+@register_complex(aten.eq, aten.ne)
 def _apply_compare(func: Any, x: Any, y: Any) -> Any:
     equal = (lift_complex(x).pair == lift_complex(y).pair).all(-1)
     return equal if func.overloadpacket is aten.eq else ~equal
 
 
-@_register_complex(aten.index_put, aten._unsafe_index_put)
+@register_complex(aten.index_put, aten._unsafe_index_put)
 def _apply_put(func: Any, z: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     return ComplexFieldTensor(aten.index_put(lift_complex(z).pair, indices, lift_complex(values).pair, accumulate))
 
 
-@_register_complex(aten.index_add, aten.index_copy)
+@register_complex(aten.index_add, aten.index_copy)
 def _apply_index_add(func: Any, z: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1) -> Any:
     source = source if alpha == 1 else aten.mul(source, alpha)
     return ComplexFieldTensor(func.overloadpacket(lift_complex(z).pair, dim % z.dim(), index, lift_complex(source).pair))
 
 
-@_register_complex(aten.constant_pad_nd)
+@register_complex(aten.constant_pad_nd)
 def _apply_pad(func: Any, z: Any, sizes: Sequence[int], value: Any = 0) -> Any:
     if value:
         raise NotProvable("padding of complex numbers with another number than zero has no exact form yet")
     return _from_bits(None, func(_as_bits(z), sizes, 0), (z,))
 
 
-@_register_complex(aten._to_copy)
+@register_complex(aten._to_copy)
 def _apply_cast(func: Any, z: ComplexFieldTensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is torch.bool:
         return (z.pair != 0.0).any(-1)
@@ -289,7 +289,7 @@ def _apply_cast(func: Any, z: ComplexFieldTensor, dtype: torch.dtype | None = No
 _FILLED = {aten.zeros_like: 0, aten.new_zeros: 0, aten.empty_like: 0, aten.new_empty: 0, aten.ones_like: 1, aten.new_ones: 1}
 
 
-@_register_complex(*_FILLED, aten.full_like, aten.new_full, aten.new_empty_strided)
+@register_complex(*_FILLED, aten.full_like, aten.new_full, aten.new_empty_strided)
 def _apply_allocate(func: Any, z: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     operator, values = func.overloadpacket, list(args)
     shape = tuple(z.shape) if operator.__name__.endswith("_like") else tuple(values.pop(0))
@@ -303,23 +303,23 @@ def _apply_allocate(func: Any, z: Tensor, *args: Any, dtype: torch.dtype | None 
     return out if not value else write(out, value)
 
 
-@_register_complex(aten.copy_)
+@register_complex(aten.copy_)
 def _apply_copy(func: Any, target: Tensor, source: Any, *rest: Any) -> Any:
     if not target.is_complex():
         source = parts_of(source)[0]
     return write(target, source)
 
 
-@_register_complex(aten.fill_)
+@register_complex(aten.fill_)
 def _apply_fill(func: Any, target: Tensor, value: Any) -> Any:
     return write(target, value)
 
 
-@_register_complex(aten.zero_)
+@register_complex(aten.zero_)
 def _apply_zero(func: Any, target: Tensor) -> Any:
     return write(target, 0.0)
 
 
-@_register_complex(aten.is_same_size)
+@register_complex(aten.is_same_size)
 def _is_same_size(func: Any, x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape

@@ -20,8 +20,10 @@ from shardwise.run.prove.finite_field import LARGEST_WEIGHT
 # Level (0: a polynomial, 1: with reciprocals of level 0, ...), size of the tensor in bits, number of the division modulo a few.
 DivisorClass = tuple[int, int, int]
 _Powers = dict[DivisorClass, int]
+HIGH_LEVEL = 3  # of a divisor: a model whose degree is too high is proven with random functions for reciprocals of higher ones
 _NUM_CLASSES = 16  # of divisions of a level and size: any partition is right, a finer one tells layers apart
-_MAX_JOINED = 1 << 14  # elements of a tensor whose parts' degrees are told apart
+_MAX_JOINED = 1 << 17  # elements of a tensor whose parts' degrees are told apart
+_LOW = 1 << 8  # a degree below which parts of a buffer have its degree: recurrences over rows have higher ones
 
 
 def _add_powers(x: _Powers, y: _Powers) -> _Powers:
@@ -82,6 +84,11 @@ def _degree_of_sum(x: Degree, y: Degree) -> Degree:
 CONSTANT, LINEAR = Degree(), Degree(1)
 
 
+def _level_of(divisor: Degree) -> int:
+    """Return how many divisions lie below one by a number."""
+    return 1 + max((key[0] for key in divisor.reciprocals), default=-1)
+
+
 class Certainty:
     """What bounds the probability that a wrong program passes (Schwartz 1980, Zippel 1979).
 
@@ -92,21 +99,27 @@ class Certainty:
     """
 
     def __init__(self) -> None:
+        self.max_level: int | None = None  # of divisors whose reciprocals are exact; None: of all
         self.reset()
 
     def reset(self, num_steps: int = 1) -> None:
         """Begin another point, of so many training steps."""
         self.num_steps, self.num_functions, self.zero_divisors = num_steps, 0, 0
+        self.unknown_operators = set[str]()  # that stand as random functions of their arguments
         self._num_divisions = Counter[int]()  # by thread: so that ranks with equal programs have equal classes
         self._sums: dict[DivisorClass, int] = {}  # of degrees
         self._nested: dict[DivisorClass, dict[DivisorClass, int]] = {}  # sums of powers of divisors within divisors
         self._joined: dict[int, Degree] = {}  # by number, which tells elements apart: it is random
 
+    def is_exact_divisor(self, degree: Degree) -> bool:
+        """Return whether the reciprocal of a number of a degree is exact, and not a random function of it."""
+        return self.max_level is None or _level_of(degree) <= self.max_level
+
     @contextmanager
     def count_apart(self) -> Iterator[Certainty]:
         """Count what a block computes in an account of its own, which `add_counted` adds to any point."""
         own, block = self.__dict__, Certainty()
-        block.num_steps = self.num_steps
+        block.num_steps, block.max_level = self.num_steps, self.max_level
         self.__dict__ = block.__dict__
         try:
             yield block
@@ -117,6 +130,7 @@ class Certainty:
         """Add what a block has counted."""
         self.num_functions += counted.num_functions
         self.zero_divisors += counted.zero_divisors
+        self.unknown_operators |= counted.unknown_operators
         for key, total in counted._sums.items():
             self._sums[key] = self._sums.get(key, 0) + total
         for key, powers in counted._nested.items():
@@ -129,8 +143,7 @@ class Certainty:
         if not degree.total:
             return CONSTANT
         self._num_divisions[threading.get_ident()] += 1
-        level = 1 + max((key[0] for key in degree.reciprocals), default=-1)
-        key = (level, count.bit_length(), self._num_divisions[threading.get_ident()] % _NUM_CLASSES)
+        key = (_level_of(degree), count.bit_length(), self._num_divisions[threading.get_ident()] % _NUM_CLASSES)
         self._sums[key] = self._sums.get(key, 0) + degree.total * count
         for inner, power in degree.reciprocals.items():
             sums = self._nested.setdefault(key, {})
@@ -145,12 +158,21 @@ class Certainty:
         if all(degree == joined for degree, _ in parts) or sum(numbers.numel() for _, numbers in parts) > _MAX_JOINED:
             return joined
         for degree, numbers in parts:
-            self._joined.update(dict.fromkeys(numbers.flatten().tolist(), degree))
+            elements: list[int] = numbers.flatten().tolist()
+            if degree.is_joined:  # elements that were put together have their own already; others were computed of them
+                elements = [element for element in elements if element not in self._joined]
+            self._joined.update(dict.fromkeys(elements, replace(degree, is_joined=False)))
+        self._joined[0] = CONSTANT  # padding, which is computed with as with other rows
         return replace(joined, is_joined=True)
+
+    def degree_after_write(self, before: Degree, buffer: Tensor, written: Degree, numbers: Tensor) -> Degree:
+        """Return the degree of a buffer, a part of which is written: other parts keep their own, where that is worth their numbers."""
+        joined = before | written
+        return joined if joined.total < _LOW else self.join_degrees([(before, buffer), (written, numbers)])
 
     def degree_of_part(self, numbers: Tensor, joined: Degree) -> Degree:
         """Return the degree of a part of a tensor that was put together."""
-        own_degrees = [self._joined.get(number) for number in numbers.flatten().tolist()]
+        own_degrees = list({id(own): own for own in map(self._joined.get, numbers.flatten().tolist())}.values())
         degree = own_degrees[0] if own_degrees else CONSTANT
         for own in own_degrees:
             if own is None or degree is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Rule = Callable[..., Any]
 _CPU = torch.device("cpu")
 RULES: dict[Any, Rule] = {}  # by operator (without overload): called with (operator, *args, **kwargs)
 COMPLEX_RULES: dict[Any, Rule] = {}  # likewise, of operators with a complex argument
+FALLBACKS: list[Rule] = []  # called in order for an operator without exact form; NotImplemented: not its kind
 
 
 class NotProvable(ModelError):
@@ -40,7 +42,8 @@ class ComplexOperand(NotProvable):
 class FieldTensor(Tensor):
     """`a`: numbers modulo P. `root_of`: of a square root, its square, so that it can
     be squared exactly. `reciprocal_of`: of 1 / y, y. `degree`: of the polynomial in random numbers, and reciprocals of divisors, that its
-    elements are at most; one list for all views of a buffer, None until the operator has returned.
+    elements are at most; one list for all views of a buffer, None until the operator has returned. `part_degree`: of a part of a buffer,
+    and that of the buffer for which it holds.
 
     `b`: exponents modulo Q, of which exp is the power: a random function of the number, so that equal numbers have equal exponents however
     they were summed. Only logarithms and largest values, and their sums with others, have exponents of their own (`has_own_exponents`):
@@ -51,6 +54,7 @@ class FieldTensor(Tensor):
     root_of: FieldTensor | None
     reciprocal_of: FieldTensor | None
     degree: list[Degree] | None
+    part_degree: tuple[Degree, Degree] | None
     own_exponents: list[Tensor | None]  # of all numbers of the memory; one list for all tensors that lie there
     hidden_numbers: list[Tensor | None]  # of all numbers of the memory, whether each is minus infinity; likewise
 
@@ -58,7 +62,7 @@ class FieldTensor(Tensor):
     def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[Degree] | None = None) -> FieldTensor:
         x: FieldTensor = private.make_wrapper(cls, a.shape, strides=a.stride(), dtype=torch.float64, device=_CPU, requires_grad=False)
         x.a, x.own_exponents, x.hidden_numbers = a, [None], [None]
-        x.root_of, x.reciprocal_of, x.degree = None, None, degree
+        x.root_of, x.reciprocal_of, x.degree, x.part_degree = None, None, degree, None
         if b is not None:
             x.allocate_exponents()
             x.b.copy_(b)
@@ -171,7 +175,10 @@ class ComplexFieldTensor(Tensor):
 def degree_of(x: object) -> Degree:
     """Return the degree of a tensor's elements."""
     x = x.pair if isinstance(x, ComplexFieldTensor) else x
-    return x.degree[0] if isinstance(x, FieldTensor) and x.degree is not None else CONSTANT
+    if not isinstance(x, FieldTensor) or x.degree is None:
+        return CONSTANT
+    part = x.part_degree
+    return part[0] if part is not None and part[1] is x.degree[0] else x.degree[0]
 
 
 def add_divisor(y: FieldTensor) -> Degree:
@@ -210,17 +217,35 @@ def call_complex_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator by its rule, or composed of others. Raises NotProvable if it has neither."""
+    """Run an operator by its rule, composed of others, or by a fallback. Raises NotProvable if it has none of them."""
+    try:
+        return _run_exactly(rules, func, args, kwargs)
+    except ComplexOperand:
+        raise
+    except NotProvable:
+        for fallback in FALLBACKS:
+            with suppress(NotProvable):
+                if (result := fallback(func, *args, **kwargs)) is not NotImplemented:
+                    return result
+        raise
+
+
+def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = rules.get(func) or rules.get(func.overloadpacket)
     if rule is not None:
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
-    if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None and plain in rules:
-        return write(args[0], getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs))
+    if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
+        value = getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs)
+        if value.shape != args[0].shape:
+            if value.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
+                return value  # a view of another shape: torch's own products go on with what squeeze_ returns
+            raise NotProvable(f"{func} changes a tensor's shape in place")
+        return write(args[0], value)
     if (out := kwargs.get("out")) is not None and func.overloadpacket in rules:
         return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
-    if (composed := private.DECOMPOSITIONS.get(func)) is not None:
-        return composed(*args, **kwargs)
+    if (composed := private.DECOMPOSITIONS.get(func)) is not None and (result := composed(*args, **kwargs)) is not NotImplemented:
+        return result
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         raise NotProvable(f"{func} has no exact form in a finite field")
@@ -260,6 +285,12 @@ def register_for(*operators: Any, rules: dict[Any, Rule] = RULES) -> Callable[[R
         return function
 
     return register_rule
+
+
+def register_fallback(function: Rule) -> Rule:
+    """Register a fallback, after those that there are."""
+    FALLBACKS.append(function)
+    return function
 
 
 def keep_exponents(x: FieldTensor) -> FieldTensor:
@@ -351,15 +382,21 @@ def write(target: Tensor, source: Any) -> Tensor:
         target.allocate_exponents()
     elif target.has_own_exponents and target.is_whole and not value.has_own_exponents:
         target.own_exponents[0] = None
+    if target.degree is not None:
+        target.degree[0] = degree_of(value) if target.is_whole else _degree_after_write(target, target.degree[0], value)
     target.a.copy_(value.a.expand(target.shape))
     if target.has_own_exponents:
         target.b.copy_(value.b.expand(target.shape))
     if target.hidden is not None or (value.hidden is not None and bool(value.hidden.any())):
         target.hide(hidden_or_none(value).expand(target.shape))
     target.root_of = target.reciprocal_of = None
-    if target.degree is not None:
-        target.degree[0] = degree_of(value) if target.is_whole else target.degree[0] | degree_of(value)
     return target
+
+
+def _degree_after_write(target: FieldTensor, before: Degree, value: FieldTensor) -> Degree:
+    """Return the degree of a buffer, a part of which is written. Other parts keep their own."""
+    buffer = target.a.as_strided((target.a.untyped_storage().nbytes() // target.a.element_size(),), (1,), 0)
+    return CERTAINTY.degree_after_write(before, buffer, degree_of(value), value.a)
 
 
 def random_like(x: Tensor, name: str, seed: int) -> Tensor:

@@ -51,6 +51,7 @@ def record_values(engine: Engine) -> Values:
     for runners in {id(r): r for r in engine.executor.by_microbatch.values()}.values():
         for runner in runners.runners.values():
             if isinstance(runner.local.module, nn.Module):  # a graph, or layers that wait for weights or are recomputed around graphs
+                runner.module = runner.local.module
                 for graph in [m for m in runner.local.module.modules() if isinstance(m, fx.GraphModule)]:
                     graph.forward = ValueRecorder(graph, lambda: draw.microbatch, values).run
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from shardwise.run.prove.rules import apply_function
 
 @register_for(aten.amax, aten.amin)
 def _apply_extreme(func: Any, x: FieldTensor, dim: Any = (), keepdim: bool = False) -> Any:
-    dims = [d % x.dim() for d in (dim if isinstance(dim, list | tuple) else [dim])] or list(range(x.dim()))
+    dims = [d % x.dim() for d in (dim if isinstance(dim, list | tuple) else [dim]) if x.dim()] or list(range(x.dim()))
     out: Any = x
     for d in sorted(dims, reverse=True):
         order = signed_order(out)
@@ -52,6 +53,22 @@ def _select_by_order(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> An
     if func.overloadpacket is aten.sort and "dim" not in kwargs:
         dim = next((value for value in args if isinstance(value, int) and not isinstance(value, bool)), -1)
     return x.gather(dim, index), index
+
+
+@register_for(aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue, aten.cummax, aten.cummin)
+def _gather_by_order(func: Any, x: FieldTensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the numbers that an operator takes along a dimension, and where they were."""
+    position = 1 if func.overloadpacket is aten.kthvalue else 0
+    dim = kwargs.get("dim", args[position] if len(args) > position else -1)
+    keepdim = kwargs.get("keepdim", args[position + 1] if len(args) > position + 1 else func.overloadpacket in (aten.cummax, aten.cummin))
+    _, index = func(signed_order(x), *args, **kwargs)
+    values: Any = x.gather(dim, index if keepdim else index.unsqueeze(dim))
+    return keep_exponents(values if keepdim else values.squeeze(dim)), index
+
+
+@register_for(aten.median.default, aten.nanmedian.default)
+def _choose_median(func: Any, x: FieldTensor) -> Any:
+    return _gather_by_order(func.overloadpacket.dim, x.reshape(-1), 0)[0]
 
 
 @register_for(aten.argmax, aten.argmin, aten.argsort)
@@ -83,12 +100,23 @@ def _apply_classify(func: Any, x: FieldTensor) -> Any:
 
 @register_for(aten.where)
 def _apply_where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
-    x, y = lift_constants(x), lift_constants(y)
+    x, y = lift_constants(_drop_infinite(x, ~condition)), lift_constants(_drop_infinite(y, condition))
     hidden = None
     if x.hidden is not None or y.hidden is not None:
         hidden = torch.where(condition, hidden_or_none(x), hidden_or_none(y))
     owns = have_own_exponents(x, y)
     return FieldTensor(torch.where(condition, x.a, y.a), torch.where(condition, x.b, y.b) if owns else None, hidden)
+
+
+def _drop_infinite(x: Any, is_dropped: Tensor) -> Any:
+    """Return constants with zero in place of what is no number and is not taken anywhere."""
+    if isinstance(x, FieldTensor) or (isinstance(x, Tensor) and not x.is_floating_point()):
+        return x
+    values = torch.as_tensor(x, dtype=torch.float64)
+    is_wrong = values.isnan() | (values == torch.inf)
+    if not bool(is_wrong.any()) or not bool((is_dropped | ~is_wrong).all()):
+        return x
+    return torch.where(is_wrong, 0.0, values)
 
 
 @register_for(aten.masked_fill)
@@ -145,6 +173,7 @@ def _apply_clamp(func: Any, x: Any, *bounds: Any, min: Any = None, max: Any = No
     name = func.overloadpacket.__name__
     low = min if min is not None else bounds[0] if bounds and name != "clamp_max" else None
     high = max if max is not None else bounds[-1] if name == "clamp_max" else bounds[1] if len(bounds) > 1 else None
+    low, high = (None if isinstance(bound, float) and bound == limit else bound for bound, limit in ((low, -math.inf), (high, math.inf)))
     out: Any = lift_constants(x)
     out = out if low is None else _choose_extreme(aten.maximum.default, out, low)
     return out if high is None else _choose_extreme(aten.minimum.default, out, high)

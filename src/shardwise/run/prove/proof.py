@@ -27,7 +27,7 @@ class Proof:
     `points`: random points at which both sides were equal, or at the last of which they were not; `redrawn`: further ones that a zero
     divisor spoiled. `error_probability`: at most with which a wrong plan passes; 1 for one that differs. `wrong_value`: the first operator
     whose value differs, if the difference arises in forward. `reduction`: what a larger plan was reduced to, and why that suffices; empty
-    for a plan that was proven as it is.
+    for a plan that was proven as it is. `unknown_operators`: those that stood as random functions of their arguments.
     """
 
     layout: str
@@ -38,6 +38,7 @@ class Proof:
     differences: tuple[Difference, ...] = ()
     wrong_value: WrongValue | None = None
     reduction: str = ""
+    unknown_operators: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -49,7 +50,8 @@ class Proof:
         if self.ok:
             return f"equal (a wrong plan passes with a probability of at most {self.error_probability:.0e})"
         where = f"first at {self.wrong_value}; " if self.wrong_value is not None else ""
-        return f"{where}{len(self.differences)} tensors differ, first the {self.differences[0]}"
+        unknown = f"; {', '.join(self.unknown_operators)} stood as random functions of their arguments" if self.unknown_operators else ""
+        return f"{where}{len(self.differences)} tensors differ, first the {self.differences[0]}{unknown}"
 
     def __repr__(self) -> str:
         return f"Proof({self.layout}: {self.outcome})"

@@ -26,8 +26,18 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.checkpoint import StateShard
 from shardwise.run.engine import DeviceOptions, Engine
-from shardwise.run.prove import complex_rules, fused_rules, order_rules, rules, window_rules  # noqa: F401 - they register rules
-from shardwise.run.prove.degrees import CERTAINTY, LINEAR, Degree
+from shardwise.run.prove import (  # noqa: F401 - they register rules, and what stands for operators without one, in order
+    complex_rules,
+    ctc_rules,
+    derived_backward,
+    fourier_rules,
+    fused_rules,
+    order_rules,
+    rules,
+    unknown_operators,
+    window_rules,
+)
+from shardwise.run.prove.degrees import CERTAINTY, HIGH_LEVEL, LINEAR, Degree
 from shardwise.run.prove.field_tensor import (
     FieldMode,
     FieldTensor,
@@ -47,6 +57,10 @@ from shardwise.world.world import World
 
 MAX_REDRAWN = 8  # points with a zero divisor, which show nothing
 _MAX_CHANCE = 0.3  # of a point, above which too many would be needed
+
+
+class DegreeTooHighError(NotProvable):
+    """A random point shows too little, since polynomials of the model's degree may be zero at many of them."""
 
 
 @dataclass
@@ -86,6 +100,17 @@ def prove_plan(
     source = replace(source, has_values=False)
     source.capture_all(plan, model.batch, model.loss)
     subject = ProofSubject(plan, replace(model, source=source), options, PRECISIONS[precision].scales_loss)
+    try:
+        found = _compare_points(subject, locates_difference)
+    except DegreeTooHighError as error:
+        found = _compare_with_random_reciprocals(subject, error)
+    shown = replace(plan.layout, precision=precision if subject.scales_loss else "float32", gradients="float32")
+    return replace(found, layout=str(shown))
+
+
+def _compare_points(subject: ProofSubject, locates_difference: bool) -> Proof:
+    """Return what as many random points show as the wanted probability needs."""
+    options = subject.options
     differences, wrong, run = list[Difference](), None, None
     probability, points, redrawn, seed = 1.0, 0, 0, options.seed
     while not differences and probability > options.max_error_probability:
@@ -98,15 +123,29 @@ def prove_plan(
             continue
         points += 1
         chance = CERTAINTY.wrong_point_probability(run.degree)
-        if chance > _MAX_CHANCE:
-            raise NotProvable(f"the model's degree is too high for a proof: a point would miss an error with a chance of {chance:.2g}")
+        if chance > _MAX_CHANCE and not differences:
+            raise DegreeTooHighError(
+                f"the model's degree is too high for a proof: a point would miss an error with a chance of {chance:.2g}"
+            )
         probability *= chance
         wrong = run.locate() if differences and locates_difference else None
-    shown = replace(plan.layout, precision=precision if subject.scales_loss else "float32", gradients="float32")
     return Proof(
-        str(shown), plan.model, points, redrawn,
-        1.0 if differences else probability, tuple(differences), wrong,
+        str(subject.plan.layout), subject.plan.model, points, redrawn, 1.0 if differences else probability, tuple(differences), wrong,
+        unknown_operators=tuple(sorted(CERTAINTY.unknown_operators)),
     )  # fmt: skip
+
+
+def _compare_with_random_reciprocals(subject: ProofSubject, too_high: DegreeTooHighError) -> Proof:
+    """Return a proof with random functions in place of reciprocals of divisors that themselves hold many. Raises `too_high` where that does
+    not show equality, which may be for want of what reciprocals have and random functions have not."""
+    CERTAINTY.max_level = HIGH_LEVEL
+    try:
+        found = _compare_points(subject, locates_difference=False)
+    finally:
+        CERTAINTY.max_level = None
+    if not found.ok:
+        raise too_high
+    return found
 
 
 def _refuse_approximate(layout: Layout) -> None:

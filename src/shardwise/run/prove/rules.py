@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ STRUCTURE = (
     aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
     aten.alias, aten.detach, aten.index, aten.gather, aten.index_select, aten.repeat, aten.roll, aten.flip, aten.unfold, aten.diagonal,
     aten.as_strided, aten.split, aten.split_with_sizes, aten.unbind, aten.tril, aten.triu, aten.slice_backward, aten.select_backward,
-    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
+    aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.as_strided_scatter,
+    aten.pixel_shuffle, aten.pixel_unshuffle, aten.take,
 )  # fmt: skip
 _NARROWING = {aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind}
 # As with real numbers: f'(x) is another random function of x. relu, abs, clamp and others follow from comparisons.
@@ -54,7 +56,8 @@ def _apply_to_components(x: FieldTensor, f: Callable[[Tensor], Any]) -> Any:
         if numbers.untyped_storage().data_ptr() == x.a.untyped_storage().data_ptr():
             out = view_of(x, numbers)
         else:
-            out = FieldTensor(numbers, f(x.b) if x.has_own_exponents else None, None if x.hidden is None else f(x.hidden), x.degree)
+            degree = None if x.degree is None else [degree_of(x)]
+            out = FieldTensor(numbers, f(x.b) if x.has_own_exponents else None, None if x.hidden is None else f(x.hidden), degree)
         if x.root_of is not None:
             out.root_of = _apply_to_components(x.root_of, f)
         if x.reciprocal_of is not None:
@@ -66,7 +69,7 @@ def _apply_to_components(x: FieldTensor, f: Callable[[Tensor], Any]) -> Any:
 def view_of(x: FieldTensor, numbers: Tensor) -> FieldTensor:
     """Return a tensor of some of the numbers of `x`, where they lie."""
     view = FieldTensor(numbers, degree=x.degree)
-    view.own_exponents, view.hidden_numbers = x.own_exponents, x.hidden_numbers
+    view.own_exponents, view.hidden_numbers, view.part_degree = x.own_exponents, x.hidden_numbers, x.part_degree
     return view
 
 
@@ -85,11 +88,14 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
-        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None)
+        source = next(value for value in args if isinstance(value, FieldTensor))
+        degree = CERTAINTY.degree_after_write(degree_of(x), x.a, degree_of(source), source.a)
+        hidden = _hidden_of(lambda *masks: func(masks[0], *[masks[1] if value is source else value for value in args], **kwargs), x, source)
+        return FieldTensor(func(*parts[0], **kwargs), func(*parts[1], **kwargs) if owns else None, hidden, [degree])
     out = _apply_to_components(x, lambda part: func(part, *args, **kwargs))
     if func.overloadpacket in _NARROWING and degree_of(x).is_joined:
         for part in out if isinstance(out, list) else [out]:
-            part.degree = [CERTAINTY.degree_of_part(part.a, degree_of(x))]
+            part.part_degree = (CERTAINTY.degree_of_part(part.a, degree_of(x)), part.degree[0])
     return out
 
 
@@ -101,6 +107,12 @@ def _view_bits(func: Any, x: FieldTensor, dtype: torch.dtype) -> Tensor:
 @register_for(*VIEWS)
 def _apply_view(func: Any, x: FieldTensor, shape: Sequence[int], *strides: Any) -> Any:
     return _apply_to_components(x, lambda part: part.reshape(shape))  # a copy only where real numbers would lie otherwise in memory
+
+
+@register_for(aten.masked_select)
+def _select_masked(func: Any, x: Any, mask: Tensor) -> Any:
+    x, mask = aten.broadcast_tensors([lift_constants(x), mask])
+    return x[mask]
 
 
 @register_for(aten._to_copy)
@@ -193,6 +205,9 @@ def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -
     if rounding_mode is not None:
         raise NotProvable("a quotient of computed numbers is rounded")
     x, y = lift_constants(x), lift_constants(y)
+    if y.reciprocal_of is None and not CERTAINTY.is_exact_divisor(degree_of(y)):
+        CERTAINTY.zero_divisors += int((y.a == 0).sum())
+        return multiply_numbers(func, x, apply_function("reciprocal", y))
     reciprocal = degree_of(y.reciprocal_of) if y.reciprocal_of is not None else add_divisor(y)
     quotient = field.multiply_residues(x.a, field.inverse_of(y.a))
     if not degree_of(x).total and not reciprocal.total:
@@ -223,10 +238,14 @@ def _reciprocal_square_root(func: Any, x: FieldTensor) -> Any:
 
 @register_for(aten.linalg_vector_norm)
 def _apply_norm(func: Any, x: FieldTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    if ord != 2:
-        raise NotProvable(f"the norm of order {ord} has no exact form yet")
-    squares = x * x if (square := _square_of(x)) is None else square
-    return (squares.sum() if dim is None else squares.sum(dim, keepdim)).sqrt()
+    dims = list(range(x.dim())) if dim is None else dim
+    if ord == 2:
+        squares = x * x if (square := _square_of(x)) is None else square
+        return squares.sum(dims, keepdim).sqrt()
+    sizes = x.abs()
+    if math.isinf(ord):
+        return sizes.amax(dims, keepdim) if ord > 0 else sizes.amin(dims, keepdim)
+    return (x != 0).sum(dims, keepdim).double() if ord == 0 else (sizes**ord).sum(dims, keepdim) ** (1 / ord)
 
 
 @register_for(aten.pow)
@@ -235,8 +254,8 @@ def _apply_raise(func: Any, x: Any, exponent: Any) -> Any:
         raise NotProvable("a power with a computed exponent has no exact form")
     if isinstance(exponent, Tensor):
         return FieldTensor(field.random_function("pow", x.a * 31 + lift_constants(exponent).a), degree=[LINEAR])
-    if exponent == 0.5:
-        return x.sqrt()
+    if exponent in (0.5, 1):
+        return x.sqrt() if exponent == 0.5 else x.clone()
     if float(exponent).is_integer():
         if exponent == 2 and (square := _square_of(x)) is not None:
             return square
@@ -300,9 +319,29 @@ def _add_product(func: Any, c: Any, x: Any, y: Any, beta: float = 1, alpha: floa
 RULES[aten.baddbmm] = _add_product
 
 
+@register_for(aten.addbmm)
+def _add_sum_of_products(func: Any, c: Any, x: Any, y: Any, beta: float = 1, alpha: float = 1) -> Any:
+    return _add_product(func, c, x.transpose(0, 1).flatten(1), y.flatten(0, 1), beta, alpha)
+
+
+def _hidden_of(f: Callable[..., Tensor], *parts: FieldTensor) -> Tensor | None:
+    """Return where the result of an operator that places or adds numbers is minus infinity."""
+    if all(x.hidden is None for x in parts):
+        return None
+    return f(*(hidden_or_none(x).to(torch.int64) for x in parts)) > 0
+
+
 def _apply_linear(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor:
     exponents = field.apply_linear(f, *(x.b for x in parts), modulus=Q) if have_own_exponents(*parts) else None
     return FieldTensor(field.apply_linear(f, *(x.a for x in parts)), exponents)
+
+
+def _apply_placing(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor:
+    """Return a linear function that places or adds numbers among others, which may be minus infinity."""
+    out, hidden = _apply_linear(f, *parts), _hidden_of(f, *parts)
+    if hidden is not None:
+        out.hide(hidden)
+    return out
 
 
 @register_for(aten.sum)
@@ -317,6 +356,18 @@ def _apply_sum(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False
 def _apply_mean(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     total: Any = _apply_sum(func, x, dim, keepdim)
     return total / (x.numel() // max(1, total.numel()))
+
+
+@register_for(aten.prod, aten.cumprod)
+def _apply_product(func: Any, x: FieldTensor, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """Return products along a dimension, or of all numbers."""
+    flat = x.reshape(-1) if dim is None else x.movedim(dim, 0)
+    products: list[Any] = [flat[0]]
+    for i in range(1, len(flat)):
+        products.append(products[-1] * flat[i])
+    if func.overloadpacket is aten.cumprod:
+        return torch.stack(products, dim if dim is not None else 0)
+    return products[-1].unsqueeze(dim) if keepdim and dim is not None else products[-1]
 
 
 @register_for(aten.cumsum)
@@ -351,13 +402,13 @@ def _apply_scatter(
         source = source.expand(index.shape)
     source = source if alpha == 1 else source * alpha
     scatter = aten.scatter.src if scatters else func  # an overload that is looked for is found by errors, whose texts take milliseconds
-    return _apply_linear(lambda t, s: scatter(t, dim, index, s), x, source)
+    return _apply_placing(lambda t, s: scatter(t, dim, index, s), x, source)
 
 
 @register_for(aten.index_put, aten._unsafe_index_put)
 def _apply_put(func: Any, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Any:
     x, values = lift_constants(x), lift_constants(values)
-    return _apply_linear(lambda t, s: torch.ops.aten.index_put(t, indices, s, accumulate), x, values)
+    return _apply_placing(lambda t, s: torch.ops.aten.index_put(t, indices, s, accumulate), x, values)
 
 
 @register_for(aten.embedding)

@@ -57,7 +57,7 @@ class ProofModel:
 
     def serial_points_of(self, plan: Plan, options: ProofOptions, first_point: int, traits: SerialTraits, graph: Graph) -> SerialPoints:
         """Return the serial run that a plan is compared with from its first point on, that of an earlier proof if there is one."""
-        key = (plan.layout.staleness, options.seed, options.steps, repr(options.optimizer), first_point, traits)
+        key = (plan.layout.staleness, options.seed, options.steps, repr(options.optimizer), first_point, traits, CERTAINTY.max_level)
         if key not in self.serial_points:
             self.serial_points[key] = SerialPoints(self, plan, options, traits, graph)
         return self.serial_points[key]

@@ -22,6 +22,7 @@ def apply_whole_linear(f: Callable[[Tensor], Tensor], x: Any) -> FieldTensor:
 _SELECTIONS = (
     aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
     aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward, aten.upsample_nearest3d_backward,
+    *(getattr(aten, f"_upsample_nearest_exact{n}d{kind}") for n in (1, 2, 3) for kind in ("", "_backward")),
     aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d,
     aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d,
 )  # fmt: skip
@@ -111,14 +112,20 @@ def _pool_average_backward(func: Any, gradient: Any, x: Tensor, *settings: Any) 
     return apply_whole_linear(lambda part: func(part, like, *summing), lift_constants(gradient) * shares)
 
 
-@register_for(aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
+_LARGEST = {  # of windows, and in how many dimensions they are
+    aten.max_pool2d_with_indices: 2, aten.adaptive_max_pool2d: 2, aten.fractional_max_pool2d: 2,
+    aten.max_pool3d_with_indices: 3, aten.adaptive_max_pool3d: 3, aten.fractional_max_pool3d: 3,
+}  # fmt: skip
+
+
+@register_for(*_LARGEST)
 def _pool_largest(func: Any, x: FieldTensor, *settings: Any) -> Any:
     _, index = func(signed_order(x).double(), *settings)
-    dims = 2 if func.overloadpacket is aten.max_pool2d_with_indices else 3
+    dims = _LARGEST[func.overloadpacket]
     return x.flatten(-dims).gather(-1, index.flatten(-dims)).reshape(index.shape), index
 
 
-@register_for(aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
+@register_for(*(getattr(aten, f"{pool.__name__}_backward") for pool in _LARGEST))
 def _pool_largest_backward(func: Any, gradient: Any, x: Tensor, *settings: Any) -> Any:
     like = torch.zeros(x.shape, dtype=torch.float64)
     return apply_whole_linear(lambda part: func(part, like, *settings), gradient)

@@ -47,28 +47,27 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class InputRecipe:
-    """The recipe of a step's inputs from batches of one form: for each microbatch (graph value, path, ranges to narrow to, dtype or None).
+    """The recipe of a step's inputs from batches of one form: for each microbatch (graph value, path, ranges to narrow to, dtype or None);
+    None in place of both where a batch's tensor is the input as it is.
 
     It holds for captures whose loss counts nothing: all else follows from the shapes. `constants`: by microbatch what does not change.
     """
 
     executor: Executor
-    microbatches: tuple[tuple[tuple[str, str, tuple[tuple[int, int, int], ...], torch.dtype | None], ...], ...]
+    microbatches: tuple[tuple[tuple[str, str, tuple[tuple[int, int, int], ...] | None, torch.dtype | None], ...], ...]
     constants: tuple[dict[str, Tensor], ...]
     samples: tuple[MicrobatchSamples, ...]
     device: torch.device
 
     def apply(self, tensors: Mapping[str, Tensor]) -> StepInputs:
         """Return the inputs of a step on a batch's `tensors` by path."""
-        device = self.device
-        inputs = [
-            {
-                value: narrow_to(tensors[name], ranges).to(device=device, dtype=dtype, non_blocking=True)
-                for value, name, ranges, dtype in microbatch
-            }
-            | constants
-            for microbatch, constants in zip(self.microbatches, self.constants, strict=True)
-        ]
+        device, inputs = self.device, []
+        for microbatch, constants in zip(self.microbatches, self.constants, strict=True):
+            local = constants.copy()
+            for value, name, ranges, dtype in microbatch:
+                x = tensors[name]
+                local[value] = x if ranges is None else narrow_to(x, ranges).to(device=device, dtype=dtype, non_blocking=True)
+            inputs.append(local)
         return StepInputs(self.executor, inputs, self.samples)
 
 
@@ -126,7 +125,7 @@ class RunnableCapture:
         parts = self.rank_model
         if not rows.is_planned:
             return None
-        needed = {value for local in parts.lowered.values() for value in local.variables}
+        needed, device = {value for local in parts.lowered.values() for value in local.variables}, self.executors.world.device
         microbatches, constants = [], []
         for m, size in enumerate(rows.sizes):
             sized = parts.microbatch_variant(size, rows.num_samples)
@@ -139,10 +138,12 @@ class RunnableCapture:
                     first, count = rows.replica_range(m)
                     ranges = [(0, first, count)] if v.batched and (first or count != len(x)) else []
                     ranges += self._local_ranges((count, *x.shape[1:]) if v.batched else tuple(x.shape), v, sized)
-                    entries.append((v.value, v.name, tuple(ranges), getattr(torch, v.tensor.dtype) if x.is_floating_point() else None))
+                    dtype = getattr(torch, v.tensor.dtype) if x.is_floating_point() else None
+                    is_input = not ranges and x.device == device and dtype in (None, x.dtype)
+                    entries.append((v.value, v.name, None if is_input else tuple(ranges), dtype))
             microbatches.append(tuple(entries))
             constants.append(self._share_constant(sized, rows, m))
-        executor, device = self.executors.executor_for(rows.sizes, rows.num_samples), self.executors.world.device
+        executor = self.executors.executor_for(rows.sizes, rows.num_samples)
         return InputRecipe(executor, tuple(microbatches), tuple(constants), rows.sample_positions, device)
 
     def prepare_inputs(self, tensors: Mapping[str, Tensor], rows: BatchRows) -> tuple[StepInputs, list[MicrobatchCount]]:

@@ -10,7 +10,7 @@ run on their own stream, overlapping compute (Rhu et al. 2016).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,8 @@ class HostStore:
     def __init__(self, device: torch.device, memory: Accounts, not_offloaded: Iterable[Tensor]) -> None:
         self._device, self._memory = device, memory
         self._not_offloaded = {id(s): s for s in (x.untyped_storage() for x in not_offloaded)}
-        self._inputs: dict[int, torch.UntypedStorage] = {}
+        self._inputs: Sequence[Mapping[str, Tensor]] = ()
+        self._input_storages: dict[int, torch.UntypedStorage] | None = None
         # By the id of the storage, while it is on the device and a backward will read it.
         self._resident: WeakValueDictionary[int, _OffloadableStorage] = WeakValueDictionary()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -79,14 +80,16 @@ class HostStore:
         """Return whether copies overlap compute, so that prefetching pays."""
         return self._stream is not None
 
-    def set_inputs(self, inputs: Iterable[Tensor]) -> None:
-        """Set the batch's tensors, which are not offloaded, before a step."""
-        self._inputs = {id(s): s for s in (x.untyped_storage() for x in inputs)}
+    def set_inputs(self, inputs: Sequence[Mapping[str, Tensor]]) -> None:
+        """Set the batch's tensors by microbatch, which are not offloaded, before a step."""
+        self._inputs, self._input_storages = inputs, None
 
     @contextmanager
     def record_saved(self) -> Iterator[OffloadedActivations]:
         """Collect the tensors that autograd saves within a block."""
         activations = OffloadedActivations()
+        if self._input_storages is None:
+            self._input_storages = {id(s): s for s in (x.untyped_storage() for tensors in self._inputs for x in tensors.values())}
 
         def pack(x: Tensor) -> object:
             block = self._storage_of(x, activations)
@@ -98,7 +101,8 @@ class HostStore:
     def _storage_of(self, x: Tensor, activations: OffloadedActivations) -> _OffloadableStorage | None:
         storage = x.untyped_storage()  # one object per storage while it is referenced
         key = id(storage)
-        if key in self._not_offloaded or key in self._inputs or storage.nbytes() < _MIN_BYTES or x.layout is not torch.strided:
+        is_input = self._input_storages is not None and key in self._input_storages
+        if key in self._not_offloaded or is_input or storage.nbytes() < _MIN_BYTES or x.layout is not torch.strided:
             return None
         if x.device.type != self._device.type:  # on the host already
             return None

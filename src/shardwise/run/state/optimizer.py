@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError, did_you_mean
+from shardwise.run.state.inner_update import InnerUpdate
 from shardwise.run.state.optimizer_kinds import OptimizerTraits, check_options, measure_traits, optimizer_classes, option_names
 from shardwise.run.state.parameters import FlatGroup, UpdatedSegment, gather_order, host_buffer
 from shardwise.run.state.precision import LossScale
-from shardwise.world import private
 from shardwise.world.world import CollectiveWork, Group
 
 _EPS = 1e-8
@@ -48,8 +48,7 @@ class OptimizerSpec:
         if not self.is_standard and self.name not in optimizer_classes():
             raise UsageError(
                 f"optimizer {self.name!r} is unknown{did_you_mean(self.name, tuple(optimizer_classes()), 0.6)}; use adamw, sgd, or "
-                f"another of torch.optim: "
-                f"{', '.join(sorted(optimizer_classes()))}"
+                f"another of torch.optim: {', '.join(sorted(optimizer_classes()))}"
             )
         if self.decay not in ("all", "matrices"):
             raise UsageError(f"decay={self.decay!r} is unknown; use all or matrices")
@@ -182,9 +181,9 @@ class Optimizer:
         # A placeholder parameter, so that ranks without parameters have the scalar state too.
         self._placeholder = [] if spec.is_standard else [torch.zeros(1)]
         self.inner = spec.build([*parameters, *((p, False) for p in self._placeholder)])
-        self._step_inner = private.optimizer_step(self.inner)
-        # State is allocated from the start, so that a checkpoint can be loaded into it; zeros are the initial state of standard optimizers.
-        # Others initialise it in their first step, after which it is copied into the allocated tensors.
+        self._inner_update = InnerUpdate(self.inner)
+        # State is allocated from the start, to load checkpoints into; zeros are the initial state of standard optimizers. Others initialise
+        # it in their first step, after which it is copied into the allocated tensors.
         self._initial_state: dict[Tensor, dict[str, Any]] = {}
         self.counters = {} if spec.is_standard else {"optimizer.updates": torch.zeros((), dtype=torch.int64)}
         for p in (*(p for p, _ in parameters), *self._placeholder):
@@ -256,6 +255,7 @@ class Optimizer:
         for number, gradient in enumerate(gradients):
             places = zip(self._updated[number], self.shard_ranges(number), strict=True)
             self._updated[number] = [(p, gradient.narrow(0, start, length)) for (p, _), (start, _, length) in places]
+        self._inner_update.unbind()
 
     def slots(self, number: int) -> list[dict[str, Tensor]]:
         """Return the state tensors of group `number` by slot, for each shard of `shard_ranges(number)`."""
@@ -296,6 +296,7 @@ class Optimizer:
     def skip_parameters(self, names: frozenset[str]) -> None:
         """Leave these parameters, and their state, alone in the next steps: they have no gradient, as torch's optimizers do."""
         self._skipped = names
+        self._inner_update.unbind()
         if names <= self._split_names:
             return
         for name in names - self._split_names:
@@ -367,7 +368,7 @@ class Optimizer:
         """Give parameters that updates skipped their own counts and scalar state, after `set_steps(num_updates)`."""
         counts = {name: int(state[""]) for name, state in loaded.items() if int(state[""])}
         self.skip_parameters(frozenset(counts))
-        self._skipped = frozenset()
+        self.skip_parameters(frozenset())
         for name, count in self._skips.items():
             count.fill_(counts.get(name, 0))
         segments = [(one.name, one.tensor) for parts in self._segments.values() for one in parts]
@@ -382,7 +383,7 @@ class Optimizer:
                     self._initialized.discard(x)
 
     def _set_gradients(self) -> None:
-        for pairs in self._updated:
+        for pairs in () if self._inner_update.is_bound else self._updated:
             for p, g in pairs:
                 if p not in self._segments:
                     p.grad = g
@@ -406,31 +407,31 @@ class Optimizer:
         narrow = {number: self._updated[number] for number, is_narrow in enumerate(self._narrow_gradients) if is_narrow}
         for number, pairs in narrow.items():
             self._updated[number] = [(p, g.to(p.dtype)) for p, g in pairs]
+            self._inner_update.unbind()
         norm = self._clip() if self.spec.clip else None
         if self.scale is not None and self._overflowed(norm):
             return None
-        for entry in self.inner.param_groups:
-            if lr is not None:
-                entry["lr"] = lr
+        for entry in self.inner.param_groups if lr is not None else ():
+            entry["lr"] = lr
         self._set_gradients()
         self._update()
         for number, pairs in narrow.items():
-            for p, _ in pairs:
-                for x in (p, *(one.tensor for one in self._segments.get(p, ()))):
-                    x.grad = None
+            for x in (x for p, _ in pairs for x in (p, *(one.tensor for one in self._segments.get(p, ())))):
+                x.grad = None
             self._updated[number] = pairs
         self._distribute_weights()
         return norm
 
     def _update(self) -> None:
+        if not (self._initial_state or self._skips):
+            return self._inner_update.run()
         for name, p in (*(("", p) for p in self._placeholder), *self._skippable_placeholders.items()):
             p.grad = None if name in self._skipped else torch.zeros_like(p)
         first = [p for p in self._initial_state if p.grad is not None and p not in self._initialized]
         allocated = {p: self.inner.state[p] for p in first}
         for p in first:
             self.inner.state[p] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._initial_state[p].items()}
-        with torch.no_grad():
-            self._step_inner()
+        self._inner_update.run()
         for p, state in allocated.items():
             for name, x in state.items():
                 x.copy_(self.inner.state[p][name])

@@ -91,7 +91,7 @@ class Bucket:
         """Allocate the gradient buffer if it is freed."""
         if self.grad is not None and not (storage := self.grad.untyped_storage()).nbytes():
             storage.resize_(self.grad.nbytes)
-            if self.num_elements < len(self.grad):
+            if self.num_elements < self.stop - self.start:
                 self.grad[self.num_elements :].zero_()
 
     def free(self) -> None:

@@ -192,10 +192,12 @@ def forward_runner(executor: Executor, action: Compute, step: int) -> ActionRunn
     forward, is_last = choose_forward(executor, action), step == executor.last_forward_step
 
     def run(running: StepState) -> None:
-        running.release_sent()
+        if running.sends:
+            running.release_sent()
         draw.microbatch = m
         slots = running.slots
-        state = forward(running.inputs[m], [slots[slot_index][i] for slot_index, i in sources], running.wants_input_gradients)
+        received = [slots[slot_index][i] for slot_index, i in sources] if sources else ()
+        state = forward(running.inputs[m], received, running.wants_input_gradients)
         for slot_index, places in outputs:
             slots[slot_index] = [state.sent[i] for i in places]
         state.sent = []
@@ -231,7 +233,8 @@ def backward_runner(executor: Executor, action: Compute, step: int) -> ActionRun
     delayed = runner.delayed_gradients if half is None else None
 
     def run(running: StepState) -> None:
-        running.release_sent()
+        if running.sends:
+            running.release_sent()
         if executor.gradients is not None:
             executor.gradients.begin(completes if running.is_last_program else NO_PARAMETERS)
         draw.microbatch = m
@@ -262,7 +265,8 @@ def weight_gradient_runner(executor: Executor, action: Compute, step: int) -> Ac
     completes = executor.completed_parameters[step]
 
     def run(running: StepState) -> None:
-        running.release_sent()
+        if running.sends:
+            running.release_sent()
         if executor.gradients is not None and delayed is not None:
             executor.gradients.begin(completes if running.is_last_program else NO_PARAMETERS)
             delayed.deliver(running.slots[half], executor.gradients)

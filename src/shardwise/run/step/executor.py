@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,7 @@ from shardwise.run.step.transfers import Crossings, PendingReceive, ReshardingTr
 from shardwise.world.world import Group
 
 __all__ = ["Executor", "MicrobatchRunners", "RankResources", "RunResult"]
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,11 @@ class Executor:
             self.gathered.deferred.wait()  # no action of these does
         steps = self._train_actions if is_training else self._forward_actions
         assert steps is not None
-        self.host.set_inputs(x for tensors in inputs for x in tensors.values())
+        self.host.set_inputs(inputs)
         if run_after:
             steps = [replace(step, run=_run_in_order(step.run, run_after[i])) if i in run_after else step for i, step in enumerate(steps)]
         state = StepState([None] * len(self._slots), inputs, is_training, wants_input_gradients, is_last_program, result or RunResult())
-        with torch.set_grad_enabled(is_training):
+        with _AS_IT_IS if torch.is_grad_enabled() is is_training else torch.set_grad_enabled(is_training):
             if record or self.on_action is not None:
                 self._run_recorded(steps, state)
             else:

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.errors import UsageError
 from shardwise.lower.column_linears import fuse_column_linears, keeps_pieces
+from shardwise.lower.direct_calls import call_operators_directly
 from shardwise.lower.split_backward import delay_weight_gradients
 from shardwise.model.gradients import undifferentiable_inputs, values_needing_gradient
 from shardwise.model.graph import Graph
@@ -157,6 +158,8 @@ class ExecutorCache:
             awaits = self.runs_backward and not (splits or compile)
             local = prepare_stage(local, number, layout, parts.draw, self.gathered, self.host, self.memory, awaits)
             runners[number] = StageRunner(local, variables, grads, dtypes, parts.draw, computing, non_differentiable, delayed)
+            if not compile:
+                runners[number].module = call_operators_directly(local.module)
         return runners, self._crossings(sized, grads, dtypes)
 
     def _saves_in_place(self) -> bool:

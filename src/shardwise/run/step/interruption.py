@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import signal
 import threading
+from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any
 
 from shardwise.errors import RunError
 
 _DEFERRED = (signal.SIGINT, signal.SIGTERM)
+# The functions behind those of `signal`, which look every result up among its enumerations: some 15 us an update.
+_signals: Any = import_module("_signal")
 
 
 class WholeSteps:
@@ -63,10 +66,10 @@ class _UpdateGuard:
     def __enter__(self) -> None:
         self._steps.begin_update()
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: handler for number in _DEFERRED if callable(handler := signal.getsignal(number))}
+            self._handlers = {number: handler for number in _DEFERRED if callable(handler := _signals.getsignal(number))}
             try:
                 for number in self._handlers:
-                    signal.signal(number, self._record_signal)
+                    _signals.signal(number, self._record_signal)
             except BaseException:  # of a handler that was still in place
                 self._restore_handlers()
                 raise
@@ -80,7 +83,7 @@ class _UpdateGuard:
 
     def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _signals.signal(number, handler)
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self._came.append(number)

@@ -22,6 +22,7 @@ from shardwise.lower.local import LocalStage
 from shardwise.lower.split_backward import DelayedWeightGradients, WeightGradientNote
 from shardwise.run.residency.host_store import OffloadedActivations
 from shardwise.run.state.precision import LossScale
+from shardwise.world import private
 from shardwise.world.memory import Accounts
 
 SMALL_BYTES = 64 << 10  # received or sent per microbatch; the stage's compute then takes less than a millisecond
@@ -75,17 +76,17 @@ class SavedActivations:
     a forward without saved activations. Small tensors are `roots` and `leaves` of backward directly.
     """
 
-    sent: list[Tensor]
-    results: list[Tensor]
-    inputs: dict[str, Tensor]
-    received: list[Tensor] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+    results: Sequence[Tensor] = ()
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    received: Sequence[Tensor] = ()
     root: Tensor | None = None
-    roots: list[Tensor] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
-    sent_with_gradient: list[int] = field(default_factory=list)
+    roots: Sequence[Tensor] = ()
+    leaves: Sequence[Tensor] = ()
+    sent_with_gradient: Sequence[int] = ()
     output_gradients: list[Tensor | None] = field(default_factory=list)
     input_gradients: list[Tensor | None] = field(default_factory=list)
-    received_specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)  # of received tensors
+    received_specs: Sequence[tuple[torch.Size, torch.dtype]] = ()  # of received tensors
     notes: list[WeightGradientNote] = field(default_factory=list)  # weight gradients that a split backward computes later
     offloaded: OffloadedActivations | None = None  # host copy, if it can be offloaded
 
@@ -125,13 +126,12 @@ class StageRunner:
         self._args: list[Tensor | None] = [variables.get(value) for value in local.variables]
         self._inputs = [(i, value) for i, value in enumerate(local.variables) if value not in variables]
         self._autocast, self._device, self._scale = options.autocast, options.device, options.scale
+        self._seed: tuple[Tensor | None, float] = (None, 0.0)
         self.module: Callable[..., Any] = local.module
 
     def forward(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor], wants_input_gradients: bool = False) -> SavedActivations:
         """Run forward. `inputs`: local batch tensors by value name; `received`: in the order of `local.received`."""
-        train = torch.is_grad_enabled()
-        saved = SavedActivations([], [], {}, received_specs=[(x.shape, x.dtype) for x in received])
-        stage_inputs = self._enter(saved, received) if train else list(received)
+        saved = SavedActivations()
         args = self._args.copy()
         for i, value in self._inputs:
             args[i] = inputs[value]
@@ -143,10 +143,9 @@ class StageRunner:
                 )
         if self.delayed_gradients is not None:
             self.delayed_gradients.notes = saved.notes
-        if not train:
-            saved.received = stage_inputs.copy()
-        args += stage_inputs
-        del stage_inputs, received
+        if received:
+            args += self._enter(saved, received) if torch.is_grad_enabled() else self._enter_without_gradients(saved, received)
+        del received
         self.memory.set_part("activations")
         if self._autocast is None:
             out = self.module(*args)
@@ -155,9 +154,10 @@ class StageRunner:
                 out = self.module(*args)
         self.memory.set_part("buffers")
         num_sent = len(self._dtypes)
-        saved.sent = [x if x.dtype is dtype else _widen_sent(x, dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
-        saved.results = list(out[num_sent:])
-        saved.sent_with_gradient = [i for i, x in enumerate(saved.sent) if x.requires_grad]
+        saved.results = out[num_sent:]
+        if num_sent:
+            saved.sent = [x if x.dtype is dtype else _widen_sent(x, dtype) for x, dtype in zip(out, self._dtypes, strict=False)]
+            saved.sent_with_gradient = [i for i, x in enumerate(saved.sent) if x.requires_grad]
         if saved.sent_with_gradient:
             differentiable = [saved.sent[i] for i in saved.sent_with_gradient]
             if _are_small(differentiable):
@@ -166,7 +166,12 @@ class StageRunner:
                 saved.root = _StageOutput.apply(saved.output_gradients, *differentiable)  # type: ignore[no-untyped-call]
         return saved
 
+    def _enter_without_gradients(self, saved: SavedActivations, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        saved.received, saved.received_specs = list(received), [(x.shape, x.dtype) for x in received]
+        return received
+
     def _enter(self, saved: SavedActivations, received: Sequence[Tensor]) -> list[Tensor]:
+        saved.received_specs = [(x.shape, x.dtype) for x in received]
         detached = [x.detach() for x in received]  # another stage of this rank may have produced it
         differentiable = [x for x, has_gradient in zip(detached, self._received_gradients, strict=True) if has_gradient]
         if _are_small(differentiable):
@@ -183,7 +188,7 @@ class StageRunner:
         """
         scale *= self._scale.factor
         roots = [x for x in saved.results if x.requires_grad]
-        seeds: list[Tensor | None] = [torch.full_like(x, scale) for x in roots]
+        seeds: list[Tensor | None] = [self._seed_of(x, scale) for x in roots]
         for x, i in zip(saved.roots, saved.sent_with_gradient, strict=False):
             if gradients[i] is not None:
                 roots.append(x)
@@ -194,7 +199,9 @@ class StageRunner:
             seeds.append(torch.zeros_like(saved.root))
         gradients.clear()
         if roots:
-            torch.autograd.backward(roots, seeds)
+            private.run_backward(roots, seeds)
+        if not saved.received_specs:
+            return []
         saved.input_gradients += [x.grad for x in saved.leaves]
         incoming, has_none = iter(saved.input_gradients), any(self._received_gradients) and not saved.input_gradients
         gradients_in: list[Tensor | None] = []
@@ -203,6 +210,15 @@ class StageRunner:
             gradients_in.append(torch.zeros(shape, dtype=dtype, device=self._device) if has_gradient and gradient is None else gradient)
         saved.input_gradients.clear()
         return gradients_in
+
+    def _seed_of(self, loss: Tensor, scale: float) -> Tensor:
+        """Return the gradient of a loss: that of the last step, unless it is another one or has been written to."""
+        seed, seed_scale = self._seed
+        is_same = seed is not None and seed_scale == scale and type(loss) is Tensor and not private.version_of(seed)
+        if seed is None or not is_same or seed.shape != loss.shape or seed.dtype is not loss.dtype or seed.device != loss.device:
+            seed = torch.full_like(loss, scale)
+            self._seed = (seed if type(seed) is Tensor else None), scale
+        return seed
 
     def input_gradients(self, saved: SavedActivations) -> dict[str, Tensor]:
         """Return the gradients of the batch's floating-point tensors after backward, if forward was called with them on."""
