@@ -16,13 +16,13 @@ import shardwise
 from shardwise.audit.record import private as audit_private
 from shardwise.capture import fakes
 from shardwise.capture.patching import patched_for_export
-from shardwise.world import private, symmetric_memory
+from shardwise.world import private, private_optimizers, symmetric_memory
 
 # `model` may not import `world`, and keeps what it needs of torch's tracing in an adapter of its own; an audit's recorder runs without
 # shardwise.
 ADAPTERS = {
     "world/private.py": private, "capture/fakes.py": fakes, "audit/record/private.py": audit_private,
-    "world/symmetric_memory.py": symmetric_memory,
+    "world/private_optimizers.py": private_optimizers, "world/symmetric_memory.py": symmetric_memory,
 }  # fmt: skip
 LISTED = [(file, owner, name) for file, adapter in ADAPTERS.items() for owner, name in adapter.NAMES]
 
@@ -76,7 +76,7 @@ def test_a_step_of_an_optimizer_is_torchs_without_a_record(kind: type[torch.opti
         optimizer: Any = kind([parameter], lr=0.1)  # type: ignore[call-arg]
         before = optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
         after = optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
-        step = optimizer.step if is_torchs else private.optimizer_step(optimizer)
+        step = optimizer.step if is_torchs else private_optimizers.optimizer_step(optimizer)
         parameter.grad = gradient
         with torch.no_grad(), torch.profiler.profile() as profile:
             step()

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise
 from shardwise.run.state.inner_update import InnerUpdate
-from shardwise.world import private
+from shardwise.world import private_optimizers
 
 OPTIONS: list[dict[str, Any]] = [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9), "maximize": True}, {"amsgrad": True}]
 
@@ -86,7 +86,7 @@ def test_hooks_that_change_gradients_are_called_and_seen() -> None:
         step = step_of(torch.optim.AdamW([p], lr=0.1, fused=True))
         step()
         handle, calls = register_optimizer_step_pre_hook(double), list[int]()
-        watch = register_optimizer_step_pre_hook(private.observe_only(lambda *_, calls=calls: calls.append(1)))
+        watch = register_optimizer_step_pre_hook(private_optimizers.observe_only(lambda *_, calls=calls: calls.append(1)))
         step()
         handle.remove()
         step()

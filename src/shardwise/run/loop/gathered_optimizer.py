@@ -27,7 +27,7 @@ from shardwise.run.loop.checkpoints import slot_spec
 from shardwise.run.loop.sharded_tensor import ShardedTensor
 from shardwise.run.state.block_ranges import block_of
 from shardwise.run.state.optimizer_kinds import option_names
-from shardwise.world import private
+from shardwise.world import private, private_optimizers
 
 _SHAPES, _STEPS = ((4, 3), (3, 5)), 5  # matrices and steps of the trial
 
@@ -51,7 +51,7 @@ def gather_for_steps(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) 
 
     def step_without_hooks(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         def inner_without_hooks(*args: Any) -> Any:
-            with private.without_step_hooks(optimizer):
+            with private_optimizers.without_step_hooks(optimizer):
                 return inner(*args)
 
         return (_step_together if gathers["together"] else _step_each)(optimizer, inner_without_hooks, closure)

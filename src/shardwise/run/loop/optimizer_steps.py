@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.errors import UsageError
-from shardwise.world import private
+from shardwise.world import private_optimizers
 
 
 class OptimizerSteps:
@@ -34,7 +34,7 @@ class OptimizerSteps:
             if (steps := this()) is not None and steps._running is not None and steps._running() is optimizer:
                 steps._running = None
 
-        hooks = private.observe_only(record_begin), private.observe_only(record_end)
+        hooks = private_optimizers.observe_only(record_begin), private_optimizers.observe_only(record_end)
         for handle in (register_optimizer_step_pre_hook(hooks[0]), register_optimizer_step_post_hook(hooks[1])):
             weakref.finalize(self, handle.remove)
 

@@ -25,7 +25,7 @@ def targets_in_rows(targets: Tensor, lengths: Tensor) -> Tensor:
     """Return targets [N, S] of one row a sample, or of one flat row."""
     if targets.dim() == 2:
         return targets
-    return torch.nn.utils.rnn.pad_sequence(list(targets.split(lengths.tolist())), batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(list(torch.split(targets, lengths.tolist())), batch_first=True)
 
 
 def sum_paths(log_probs_TNC: Any, targets_NS: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.world import private
+from shardwise.world import private_optimizers
 
 
 class InnerUpdate:
@@ -21,8 +21,8 @@ class InnerUpdate:
     options are found."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._step = optimizer, private.optimizer_step(optimizer)
-        self._hooks = private.step_hooks_of(optimizer)
+        self._optimizer, self._step = optimizer, private_optimizers.optimizer_step(optimizer)
+        self._hooks = private_optimizers.step_hooks_of(optimizer)
         self._bound: Callable[[], None] | None = None
         self._options: list[tuple[Any, ...]] = []
 
@@ -38,18 +38,18 @@ class InnerUpdate:
     def run(self) -> None:
         """Update the parameters that have a gradient."""
         has_hooks = any(self._hooks)
-        if has_hooks and not all(map(private.only_observes, chain(*map(dict.values, self._hooks)))):
+        if has_hooks and not all(map(private_optimizers.only_observes, chain(*map(dict.values, self._hooks)))):
             self._bound = None  # hooks may change gradients
             with torch.no_grad():
                 self._step()
             return
-        options = [tuple(map(entry.get, private.ADAM_OPTIONS)) for entry in self._optimizer.param_groups]
+        options = [tuple(map(entry.get, private_optimizers.ADAM_OPTIONS)) for entry in self._optimizer.param_groups]
         if self._bound is None or options != self._options:
-            self._bound, self._options = private.bind_fused_adamw(self._optimizer), options
+            self._bound, self._options = private_optimizers.bind_fused_adamw(self._optimizer), options
         if self._bound is None:
             with torch.no_grad():
                 self._step()
         elif has_hooks:
-            private.call_between(self._hooks, self._optimizer, self._bound)
+            private_optimizers.call_between(self._hooks, self._optimizer, self._bound)
         else:
             self._bound()
