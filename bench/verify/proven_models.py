@@ -27,7 +27,8 @@ from bench.planning.coverage import AXES, NOTHING, known_files, resumable_parser
 from shardwise.errors import format_error
 from shardwise.plan.layout import Layout
 from shardwise.run.prove.field_tensor import NotProvable
-from shardwise.run.prove.prove import ProofOptions, prove_plan
+from shardwise.run.prove.prove import prove_plan
+from shardwise.run.prove.serial_points import ProofModel, ProofOptions
 from shardwise.zoo.names import published_sizes
 from shardwise.zoo.resolve import resolve
 from shardwise.zoo.resolved import ResolvedModel
@@ -81,11 +82,12 @@ def prove_model(name: str, make: Callable[[], ResolvedModel], known: Iterable[st
     except Exception as error:
         yield ProvenRow(name, "", "not captured", _line(format_error(error)))
         return
+    proven = ProofModel(subject.make, subject.batch, subject.loss, subject.source)
     for layout in wanted:
-        yield prove_layout(subject, layout)
+        yield prove_layout(subject, proven, layout)
 
 
-def prove_layout(subject: Subject, layout: str) -> ProvenRow:
+def prove_layout(subject: Subject, model: ProofModel, layout: str) -> ProvenRow:
     """Prove one layout; never raises for what the model or shardwise does."""
     began = time.process_time()
 
@@ -96,9 +98,7 @@ def prove_layout(subject: Subject, layout: str) -> ProvenRow:
     try:
         plan = subject.plan(replace(asked, precision="float64"))
         options = ProofOptions(ONE_POINT, seed=subject.seed)
-        proof = prove_plan(
-            plan, subject.make, subject.batch, subject.loss, subject.source, options, asked.tensor > 1, locates_difference=False
-        )
+        proof = prove_plan(plan, model, options, asked.tensor > 1, locates_difference=False)
     except NotProvable as error:
         return row("not provable", str(error))
     except REFUSED as error:

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 
+from bench.verify import proven_pairs
 from bench.verify.outside_models import MODELS
 from shardwise.plan.layout import Layout
 from shardwise.zoo.names import published_sizes
-from tests.support.random_graphs import prove_graphs
 from tests.support.verified_models import LIMIT_S, OTHER_AXES, TOLERANCE, Row, Subject, layouts, random_layouts, run_case
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +165,8 @@ def main(arguments: Sequence[str]) -> int:
 
         table = proven_models if "--prove" in arguments else coverage
         return table.main([word for word in arguments if word not in ("--axes", "--prove")])
+    if "--prove" in arguments:
+        return proven_pairs.main([word for word in arguments if word != "--prove"])
     parser = argparse.ArgumentParser(prog="scripts/verify_all", description="Every model under every layout against the serial run.")
     parser.add_argument("models", nargs="*", help="models, or parts of their names; all of them by default")
     parser.add_argument("--axes", action="store_true", help="each axis that a model admits: docs/coverage.md; with --prove: proven.md")
@@ -172,9 +174,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--choices", choices=("plain", "mixed", "grids", "all"), default="all", help="plain layouts, mixed, grids, or all")
     parser.add_argument("--outside", action="store_true", help="models that are none of the zoo's; --random N: N pairs of all of them")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random layouts of each model instead")
-    parser.add_argument("--prove", action="store_true", help="with --random N: prove N random graphs under random layouts, in this process")
-    parser.add_argument("--layouts", type=int, default=1, metavar="N", help="with --prove: N random layouts of each graph, traced once")
-    parser.add_argument("--until", type=float, default=float("inf"), metavar="S", help="with --prove: begin nothing after so many seconds")
+    parser.add_argument("--prove", action="store_true", help="prove random graphs under random layouts; --prove --help says how")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random layouts")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take every Nth case of each model")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds after which a silent case is ended")
@@ -202,8 +202,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def tell(row: Row) -> None:
         told.append(row)
-        if not given.prove or len(told) % 50 == 0:
-            keep()
+        keep()
         said = f"{row.error:.1e}" if row.status == "equal" else _line(row.note)
         print(f"{row.status:8} {row.seconds:5.1f} s  {row.model}  {row.layout}  {row.eager}  {said}", file=sys.stderr, flush=True)
 
@@ -215,17 +214,7 @@ def main(arguments: Sequence[str]) -> int:
             return random_layouts(counts, size, number, rng, OTHER_AXES if given.outside else ())
         return list(layouts(counts, size, given.choices))[:: given.every]
 
-    def prove_numbers() -> list[Row]:
-        for number in range(given.seed, given.seed + given.random):
-            if time.perf_counter() - began < given.until:
-                for row in prove_graphs(number, given.layouts):
-                    tell(row)
-        return told
-
-    if given.prove:
-        rows = prove_numbers()
-    else:
-        rows = merged(given.merge) if given.merge else run(names, cases, given.limit, tell, given.device)
+    rows = merged(given.merge) if given.merge else run(names, cases, given.limit, tell, given.device)
     total_s = time.perf_counter() - began
     if given.document:
         page = Path(given.document)
@@ -234,8 +223,6 @@ def main(arguments: Sequence[str]) -> int:
         data.parent.mkdir(exist_ok=True)
         data.write_text(cases_csv(rows), encoding="utf-8")
     bad = sum(row.status in ("differs", "failed") for row in rows)
-    if given.prove:
-        print(", ".join(f"{count} {status}" for status, count in Counter(row.status for row in rows).most_common()))
     print(f"{len(rows)} cases, {bad} bad, {total_s:.0f} s")
     return 4 if bad else 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.api import Model, ModelSubject, plan_to_verify, subject_of
+from shardwise.api import Model, plan_to_verify, subject_of
 from shardwise.capture.capture import Loss
 from shardwise.errors import Infeasible, LayoutError, UsageError
 from shardwise.plan.ir.patterns import expand_shards, pattern_of
@@ -18,7 +18,8 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import read_plan
 from shardwise.plan.reduced_layout import divisors_of, reduce_batch, reduce_layout
 from shardwise.run.prove.proof import Proof
-from shardwise.run.prove.prove import ProofOptions, prove_plan
+from shardwise.run.prove.prove import prove_plan
+from shardwise.run.prove.serial_points import ProofModel, ProofOptions
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.state.optimizer import OptimizerSpec
 from shardwise.zoo.reduced import count_parameters, reduce_name
@@ -94,14 +95,13 @@ class _ProofCase:
     """A plan to prove, with its captured model. `has_shards`: a plan's shards, not chosen by prices. `reduction`: what was reduced."""
 
     plan: Plan
-    subject: ModelSubject
-    source: CachedModelSource
+    model: ProofModel
     has_shards: bool
     reduction: str = ""
 
 
 def _prove_case(case: _ProofCase, options: ProofOptions, cut_everything: bool) -> Proof:
-    proof = prove_plan(case.plan, *case.subject[1:], case.source, options, cut_everything and not case.has_shards)
+    proof = prove_plan(case.plan, case.model, options, cut_everything and not case.has_shards)
     return replace(proof, reduction=case.reduction)
 
 
@@ -141,10 +141,8 @@ def _build_cases(model: Model, wanted: Sequence[Any], batch: Any, loss: Loss | N
         model = resolve(model, batch if isinstance(batch, int) else None, sequence)
     subject = subject_of(model, batch, loss)
     source = CachedModelSource.from_model(subject[1])
-    return [
-        _ProofCase(plan_to_verify(each, subject, source, None, None), subject, source, not isinstance(each, Layout | str))
-        for each in wanted
-    ]
+    proven = ProofModel(*subject[1:], source)
+    return [_ProofCase(plan_to_verify(each, subject, source, None, None), proven, not isinstance(each, Layout | str)) for each in wanted]
 
 
 def _reduce_case(model: Model, wanted: Any, batch: Any, loss: Loss | None, sequence: int | None, ranks_per_axis: int) -> _ProofCase:
@@ -195,7 +193,7 @@ def _build_case(
     (case,) = _build_cases(model, [layout], batch, loss, sequence)
     if not isinstance(wanted, Plan) or not wanted.shards:
         return case
-    names = {name for name, _ in (*case.source.model.named_parameters(), *case.source.model.named_buffers())}
+    names = {name for name, _ in (*case.model.source.model.named_parameters(), *case.model.source.model.named_buffers())}
     shards = tuple(
         (axis, tuple((name, dim) for name, dim in entries if name in names))
         for axis, entries in expand_shards(wanted.shards, names).items()

@@ -7,7 +7,7 @@ them. Used by the tests and by `scripts/verify_all --graphs`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ from shardwise.errors import Infeasible, LayoutError, ModelError, RankError
 from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.plan import Plan
 from shardwise.run.prove.field_tensor import NotProvable
-from shardwise.run.prove.prove import ProofOptions, prove_plan
+from shardwise.run.prove.prove import prove_plan
+from shardwise.run.prove.rank_threads import Exchange, thread_world
+from shardwise.run.prove.serial_points import ProofModel, ProofOptions
 from shardwise.run.rank_model.model_source import CachedModelSource
 from shardwise.run.verify.verify import Options, verify_on_rank
 from shardwise.world.launch.launch import launch
@@ -48,18 +50,17 @@ class Example:
 
 @dataclass(frozen=True)
 class RandomSubject:
-    """The model of a number and its batch. The source has what was traced of them, for all layouts of the model."""
+    """The model of a number and its batch, with what was traced and run serially of them, for all layouts of the model."""
 
     seed: int
-    batch: Any
-    source: CachedModelSource
+    model: ProofModel
 
     @classmethod
     def build(cls, seed: int) -> RandomSubject:
         """Build the model and the batch of a number."""
-        batch = batch_of(seed)
+        batch, factory = batch_of(seed), partial(make, seed)
         torch.manual_seed(seed)
-        return cls(seed, batch, CachedModelSource.from_model(partial(make, seed)))
+        return cls(seed, ProofModel(factory, batch, None, CachedModelSource.from_model(factory)))
 
 
 def ranks_of(seed: int, variant: int = 0) -> int:
@@ -71,7 +72,7 @@ def example(seed: int, variant: int = 0, subject: RandomSubject | None = None) -
     """Trace the model of a number and plan its layout. Raises an error of REFUSED where shardwise refuses the layout for the model."""
     layout = layout_of(seed, ranks_of(seed, variant), variant)
     subject = subject or RandomSubject.build(seed)
-    batch, source = subject.batch, subject.source
+    batch, source = subject.model.batch, subject.model.source
     plan = shardwise.plan(partial(make, seed), batch, cluster="1xcpu-2", layout=replace(layout, precision="float32"), source=source)
     plan = replace(plan, layout=layout)
     if seed % 3 and not plan.uncaptured:  # models are so small that little would be cut by the planner's prices
@@ -118,18 +119,6 @@ def check(seeds: Iterable[int]) -> tuple[int, list[str]]:
     return number, found
 
 
-def prove_graphs(seed: int, num_layouts: int) -> Iterator[Row]:
-    """Prove layouts of one number's model, which is built and traced once; the first is that of `prove_graph`."""
-    try:
-        subject = RandomSubject.build(seed)
-    except Exception as error:
-        # A crash is a finding, not the end of the run.
-        yield Row(f"random {seed}", "", "", "failed", {}, f"{type(error).__name__}: {error}")
-        return
-    for variant in range(num_layouts):
-        yield prove_graph(seed, variant, subject)
-
-
 def prove_graph(seed: int, variant: int = 0, subject: RandomSubject | None = None) -> Row:
     """Prove one number's layout at one point; never raises for what the model or shardwise does."""
     began = time.perf_counter()
@@ -139,16 +128,36 @@ def prove_graph(seed: int, variant: int = 0, subject: RandomSubject | None = Non
         return Row(name, shown, "", status, {}, note, seconds=time.perf_counter() - began)
 
     try:
+        subject = subject or RandomSubject.build(seed)
         one = example(seed, variant, subject)
         shown = str(replace(one.plan.layout, precision="float32"))
-        proof = prove_plan(
-            one.plan, partial(make, seed), one.batch, None, one.source, ProofOptions(ONE_POINT, seed=seed), locates_difference=False
-        )
-    except NotProvable as error:
-        return row("not provable", str(error))
+        return row(*prove_example(one, subject))
     except REFUSED as error:
         return row("refused", str(error))
     except Exception as error:
         # A crash is a finding, not the end of the run.
         return row("failed", f"{type(error).__name__}: {error}")
-    return row("equal") if proof.ok else row("differs", proof.outcome)
+
+
+def prove_example(one: Example, subject: RandomSubject) -> tuple[str, str]:
+    """Prove an example at one point; return "equal", "differs" or "not provable", and what is said of it."""
+    model = replace(subject.model, source=one.source)
+    try:
+        proof = prove_plan(one.plan, model, ProofOptions(ONE_POINT, seed=one.seed), locates_difference=False)
+    except NotProvable as error:
+        return "not provable", str(error)
+    return ("equal", "") if proof.ok else ("differs", proof.outcome)
+
+
+def verify_in_threads(one: Example) -> str:
+    """Verify an example in float64, its ranks threads of this process; return what differs, or nothing."""
+    num_ranks = one.plan.layout.num_ranks
+    room, results = Exchange(num_ranks), list[Any]()
+
+    def run_rank(rank: int) -> None:
+        world = thread_world(room, rank, num_ranks)
+        results.append(verify_on_rank(world, one.plan, partial(make, one.seed), one.batch, None, one.source, Options(seed=one.seed)))
+
+    room.run_ranks(run_rank)
+    (result,) = [each for each in results if each is not None]
+    return "" if result.ok and result.tolerance == 1e-9 else f"{result.worst}, {result.first_difference}"

@@ -23,7 +23,8 @@ from shardwise.plan.layout import Layout
 from shardwise.plan.plan import Plan
 from shardwise.run.prove import prove
 from shardwise.run.prove.field_tensor import NotProvable
-from shardwise.run.prove.prove import ProofOptions, prove_plan
+from shardwise.run.prove.prove import prove_plan
+from shardwise.run.prove.serial_points import ProofModel, ProofOptions
 from shardwise.run.verify.serial import SerialRun
 from shardwise.world.world import World
 from tests.support.verified_models import EAGER
@@ -99,7 +100,7 @@ class ProofRuns:
                 if callable(getattr(function, "cache_clear", None)):
                     function.cache_clear()
         try:
-            proof = prove_plan(plan, subject.make, subject.batch, subject.loss, source, options, locates_difference=False)
+            proof = prove_plan(plan, ProofModel(subject.make, subject.batch, subject.loss, source), options, locates_difference=False)
             result, note = ("", "") if proof.ok else (FOUND, proof.outcome)
         except NotProvable:
             if change is None:

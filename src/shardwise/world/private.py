@@ -104,6 +104,16 @@ unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
 # A custom mode can rewrite casts and all other dispatched operators.
 DispatchMode = python_dispatch.TorchDispatchMode
+
+
+class UncompiledDispatchMode(python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode under which nothing is compiled, so that no operator needs to turn compilation off for its own call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 BatchNorm: type[torch.nn.Module] = torch.nn.modules.batchnorm._BatchNorm  # base class of all batch norms
 
 

@@ -67,7 +67,7 @@ def _from_bits(z: Any, bits: Tensor, args: Sequence[Any]) -> ComplexFieldTensor:
     return ComplexFieldTensor(FieldTensor(numbers, degree=[largest_degree((z, *args))]))
 
 
-@register_complex(*STRUCTURE)
+@register_complex(*VIEWS, *STRUCTURE)
 def _apply_structure(func: Any, z: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("memory_format", None)
     if func is aten.view.dtype:

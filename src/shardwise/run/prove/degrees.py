@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -113,6 +114,28 @@ class Certainty:
     def is_exact_divisor(self, degree: Degree) -> bool:
         """Return whether the reciprocal of a number of a degree is exact, and not a random function of it."""
         return self.max_level is None or _level_of(degree) <= self.max_level
+
+    @contextmanager
+    def count_apart(self) -> Iterator[Certainty]:
+        """Count what a block computes in an account of its own, which `add_counted` adds to any point."""
+        own, block = self.__dict__, Certainty()
+        block.num_steps, block.max_level = self.num_steps, self.max_level
+        self.__dict__ = block.__dict__
+        try:
+            yield block
+        finally:
+            self.__dict__ = own
+
+    def add_counted(self, counted: Certainty) -> None:
+        """Add what a block has counted."""
+        self.num_functions += counted.num_functions
+        self.zero_divisors += counted.zero_divisors
+        self.unknown_operators |= counted.unknown_operators
+        for key, total in counted._sums.items():
+            self._sums[key] = self._sums.get(key, 0) + total
+        for key, powers in counted._nested.items():
+            self._nested[key] = _add_powers(self._nested.get(key, {}), powers)
+        self._joined.update(counted._joined)
 
     def add_divisors(self, degree: Degree, count: int, zeros: int = 0) -> Degree:
         """Note a division by `count` elements of a degree, of which some are zero; return the degree of their reciprocal."""

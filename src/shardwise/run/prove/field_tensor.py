@@ -25,6 +25,7 @@ from shardwise.world import private
 
 LEAST = tuple(torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64))  # minus infinity in masks
 Rule = Callable[..., Any]
+_CPU = torch.device("cpu")
 RULES: dict[Any, Rule] = {}  # by operator (without overload): called with (operator, *args, **kwargs)
 COMPLEX_RULES: dict[Any, Rule] = {}  # likewise, of operators with a complex argument
 FALLBACKS: list[Rule] = []  # called in order for an operator without exact form; NotImplemented: not its kind
@@ -59,9 +60,7 @@ class FieldTensor(Tensor):
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor | None = None, hidden: Tensor | None = None, degree: list[Degree] | None = None) -> FieldTensor:
-        x: FieldTensor = private.make_wrapper(
-            cls, a.shape, strides=a.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=False
-        )
+        x: FieldTensor = private.make_wrapper(cls, a.shape, strides=a.stride(), dtype=torch.float64, device=_CPU, requires_grad=False)
         x.a, x.own_exponents, x.hidden_numbers = a, [None], [None]
         x.root_of, x.reciprocal_of, x.degree, x.part_degree = None, None, degree, None
         if b is not None:
@@ -193,6 +192,8 @@ def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = _run_rule(RULES, func, args, kwargs)
     except ComplexOperand:
         return call_complex_rule(func, args, kwargs)
+    if type(result) is FieldTensor and result.degree is not None:
+        return result
     results = result if isinstance(result, list | tuple) else (result,)
     unknown = [x for x in results if isinstance(x, FieldTensor) and x.degree is None]
     if unknown:
@@ -235,7 +236,7 @@ def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwar
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
     if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
-        value = plain(*args, **kwargs)
+        value = getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs)
         if value.shape != args[0].shape:
             if value.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
                 return value  # a view of another shape: torch's own products go on with what squeeze_ returns
@@ -251,16 +252,16 @@ def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwar
     return result
 
 
-class FieldMode(private.DispatchMode):  # type: ignore[no-untyped-call]
+class FieldMode(private.UncompiledDispatchMode):  # type: ignore[no-untyped-call]
     """Makes float64 buffers (torch.zeros, torch.empty) FieldTensors, and real tensors that meet one in an operator constants."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, ComplexFieldTensor) for kind in types):
+        if ComplexFieldTensor in types:
             return call_complex_rule(func, args, kwargs)
-        if any(issubclass(kind, FieldTensor) for kind in types):
+        if FieldTensor in types:
             return call_rule(func, args, kwargs)
         result = func(*args, **kwargs)
         is_real = type(result) is Tensor and not result.is_meta  # a capture and a trial of operators allocate meta and fake tensors
@@ -420,4 +421,6 @@ def have_equal_values(x: Tensor, y: Tensor) -> bool:
 
 def have_equal_numbers(x: FieldTensor, y: FieldTensor) -> bool:
     """Return whether two tensors have the same numbers."""
-    return x.shape == y.shape and bool((x.a == y.a).all()) and bool((hidden_or_none(x) == hidden_or_none(y)).all())
+    if not torch.equal(x.a, y.a):
+        return False
+    return (x.hidden is None and y.hidden is None) or torch.equal(hidden_or_none(x), hidden_or_none(y))

@@ -1,12 +1,14 @@
 """Arithmetic modulo a prime on int64 tensors: products, quotients, roots, exponentials, logarithms, and random functions of numbers.
 
-The prime P is just below 2^62, so that one random point suffices for most programs and sums of two numbers fit a word. P - 1 is a
-product of four coprime orders below 2^17, so that logarithms are four look-ups (Pohlig and Hellman 1978). All primes up to 23 have square
-and fourth roots. Exponents are numbers modulo Q = P - 1: exp(x) = G**x keeps exp(x + y) = exp(x) exp(y).
+A C library computes it (`native_field`); without a compiler torch's operators give the same bits. The prime P is just below 2^62, so that
+one random point suffices for most programs and sums of two numbers fit a word. P - 1 is a product of four coprime orders below 2^17, so
+that logarithms are four look-ups (Pohlig and Hellman 1978). All primes up to 23 have square and fourth roots. Exponents are numbers modulo
+Q = P - 1: exp(x) = G**x keeps exp(x + y) = exp(x) exp(y).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -15,6 +17,8 @@ from math import prod
 
 import torch
 from torch import Tensor
+
+from shardwise.run.prove import native_field
 
 ORDERS = (8 * 3 * 5 * 7 * 23, 11 * 13 * 17 * 19, 69221, 72533)  # coprime, of subgroups small enough for a table
 PRIME_FACTORS = (2, 3, 5, 7, 11, 13, 17, 19, 23, 69221, 72533)  # of Q
@@ -37,17 +41,33 @@ _ROUNDING = 2.3e-16  # of one operation, relative
 def multiply_residues(x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
     """Return products of numbers in 0..modulus-1 modulo a number below 2^62.
 
-    Words wrap around, so x y - q modulus is exact if the quotient q, which float64 estimates, is off by less than two. It is where q has
-    fewer than 34 bits: x is multiplied by the upper half of y's bits first.
+    By torch: words wrap around, so x y - q modulus is exact if the quotient q, which float64 estimates, is off by less than two. It is
+    where q has fewer than 34 bits: x is multiplied by the upper half of y's bits first.
     """
+    if (native := native_field.multiply(x, y, modulus)) is not None:
+        return native
     upper, lower, approximate = y >> _HALF, y & ((1 << _HALF) - 1), x.double()
     rest = torch.sub(x * upper, (approximate * upper / modulus).to(torch.int64), alpha=modulus)
     quotient = (torch.add(approximate * lower, rest, alpha=1 << _HALF) / modulus).to(torch.int64)
     return torch.sub(torch.add(x * lower, rest, alpha=1 << _HALF), quotient, alpha=modulus).remainder_(modulus)
 
 
+def add_residues(x: Tensor, y: Tensor, modulus: int = P, sign: int = 1) -> Tensor:
+    """Return sums of numbers in 0..modulus-1, or differences where `sign` is -1."""
+    native = native_field.add(x, y, modulus, sign)
+    return (x + sign * y) % modulus if native is None else native
+
+
+def sum_residues(x: Tensor, dims: Sequence[int], keepdim: bool = False, modulus: int = P) -> Tensor:
+    """Return sums of numbers in 0..modulus-1 over some dims."""
+    native = native_field.add_over(x, dims, keepdim, modulus)
+    return apply_linear(lambda part: part.sum(dims, keepdim), x, modulus=modulus) if native is None else native
+
+
 def combine_limbs(sums: Sequence[Tensor], bits: int, modulus: int) -> Tensor:
     """Return the sum of `sums[i] << (i bits)` modulo a number, for whole numbers below 2^61 of either sign."""
+    if (native := native_field.combine(sums, bits, modulus)) is not None:
+        return native
     total = sums[-1]
     for part in reversed(sums[:-1]):
         quotient = ((total.double() * float(1 << bits) + part) / modulus).to(torch.int64)
@@ -66,6 +86,8 @@ def raise_to_powers(base: Tensor, exponents: Sequence[int]) -> list[Tensor]:
 
 def inverse_of(x: Tensor) -> Tensor:
     """Return 1 / x; 0 where x is 0. Many numbers share one inversion: that of their product (Montgomery 1987)."""
+    if (native := native_field.invert(x, P)) is not None:
+        return native
     if x.numel() <= _FEW:
         return torch.tensor([pow(v, -1, P) if v else 0 for v in x.flatten().tolist()], dtype=torch.int64).reshape(x.shape)
     flat = x.reshape(-1)
@@ -96,11 +118,20 @@ def _outside_accounts(table: Tensor) -> Tensor:
     return torch.from_numpy(table.numpy().copy())
 
 
+@cache
+def _tables_of_powers() -> tuple[Tensor, ...]:
+    """Return, by digit of an exponent, the powers of G to what each value of the digit stands for."""
+    return tuple(_powers_of(pow(G, 1 << shift, P), 1 << _TABLE) for shift in range(0, Q.bit_length(), _TABLE))
+
+
 def exponential_of(exponent: Tensor) -> Tensor:
     """Return G ** exponent, for exponents in 0..Q-1."""
+    tables = _tables_of_powers()
+    if (native := native_field.raise_base(exponent, tables, P)) is not None:
+        return native
     out: Tensor | None = None
-    for shift in range(0, Q.bit_length(), _TABLE):
-        power = _powers_of(pow(G, 1 << shift, P), 1 << _TABLE)[exponent >> shift & ((1 << _TABLE) - 1)]
+    for digit, table in enumerate(tables):
+        power = table[exponent >> digit * _TABLE & ((1 << _TABLE) - 1)]
         out = power if out is None else multiply_residues(out, power)
     assert out is not None
     return out
@@ -113,16 +144,31 @@ def _build_subgroup(order: int) -> tuple[Tensor, Tensor]:
     return _outside_accounts(ordered), _outside_accounts(exponents)
 
 
+def _weight_of(order: int) -> int:
+    """Return what is 1 modulo one of the orders and 0 modulo the others."""
+    other = Q // order
+    return other * pow(other, -1, order) % Q
+
+
+@cache
+def _build_subgroups() -> ctypes.Array[native_field.Subgroup]:
+    """Return the subgroups of all orders, as C reads them."""
+    groups = ((*_build_subgroup(order), order) for order in ORDERS)
+    rows = [native_field.Subgroup(elements.data_ptr(), exponents.data_ptr(), n, _weight_of(n)) for elements, exponents, n in groups]
+    return (native_field.Subgroup * len(rows))(*rows)
+
+
 def logarithm_of(x: Tensor) -> Tensor:
     """Return e with G ** e = x: its residue modulo each of four orders, in whose subgroup a power of x lies; 0 where x is 0."""
+    if (native := native_field.take_logarithm(x, _build_subgroups(), P)) is not None:
+        return native
     first, second, third, fourth = ORDERS
     lower, upper = raise_to_powers(torch.where(x == 0, 1, x), [third * fourth, first * second])
     total = torch.zeros_like(x)
     for power, order in zip([*raise_to_powers(lower, [second, first]), *raise_to_powers(upper, [fourth, third])], ORDERS, strict=True):
         ordered, exponents = _build_subgroup(order)
-        other = Q // order
         residue = exponents[torch.searchsorted(ordered, power)]
-        total = (total + multiply_residues(torch.tensor(other * pow(other, -1, order) % Q), residue, Q)) % Q
+        total = (total + multiply_residues(torch.tensor(_weight_of(order)), residue, Q)) % Q
     return total
 
 
@@ -134,6 +180,8 @@ def hash_text(text: str) -> int:
 
 def random_function(name: str, x: Tensor, modulus: int = P) -> Tensor:
     """Return a random function of whole numbers, of that name: equal numbers give equal numbers (SplitMix64's mixing)."""
+    if (native := native_field.draw(x, _offset_of(name) & _WORD, modulus)) is not None:
+        return native
     z = x + _offset_of(name)
     z = (z ^ (z >> 30 & 0x3FFFFFFFF)) * _as_signed(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> 27 & 0x1FFFFFFFFF)) * _as_signed(0x94D049BB133111EB)
@@ -143,6 +191,8 @@ def random_function(name: str, x: Tensor, modulus: int = P) -> Tensor:
 def exponent_of_number(a: Tensor) -> Tensor:
     """Return the exponents of numbers: a random odd function of all but a number's last bits, plus these, so that exp(-x) exp(x) = 1,
     exp(2) = exp(1) exp(1), and exp(x + 1) = exp(x) exp(1) but where the last bits overflow (2 ** -34 a number)."""
+    if (native := native_field.draw_exponents(a, _offset_of("exponent") & _WORD, _LAST_BITS, P)) is not None:
+        return native
     sign = torch.where(a > P // 2, -1, 1)
     size = torch.where(sign < 0, P - a, a)
     first = size >> _LAST_BITS
@@ -180,6 +230,8 @@ def apply_bilinear(
 
 def multiply_matrices(x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
     """Return a matrix product: one of the rows' limbs below one another and the columns' limbs beside one another."""
+    if (native := native_field.multiply_matrices(x, y, modulus)) is not None:
+        return native
     if x.dim() < 2 or y.dim() < 2 or x.shape[-1] > _MAX_SHORT_SUM:
         return apply_bilinear(torch.matmul, x, y, modulus, x.shape[-1])
     left, right = _split_limbs(x, _LIMB), _split_limbs(y, _LIMB)

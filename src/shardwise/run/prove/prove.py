@@ -9,17 +9,14 @@ Not proven: what rounds (precision, overflow, order of sums), which `verify` mea
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.capture.capture import Loss
 from shardwise.capture.nesting import named_leaves, replace_leaves
-from shardwise.lower.float64_mode import cast_to_float64, is_float64
 from shardwise.model.graph import Graph, Variable
 from shardwise.model.sharding.sharding import FREE_LINKS
 from shardwise.plan.compatibility import SPLIT_BY_LENGTH
@@ -40,24 +37,21 @@ from shardwise.run.prove import (  # noqa: F401 - they register rules, and what 
     unknown_operators,
     window_rules,
 )
-from shardwise.run.prove.degrees import CERTAINTY, CONSTANT, HIGH_LEVEL, LINEAR
+from shardwise.run.prove.degrees import CERTAINTY, HIGH_LEVEL, LINEAR, Degree
 from shardwise.run.prove.field_tensor import (
-    ComplexFieldTensor,
     FieldMode,
     FieldTensor,
     NotProvable,
     degree_of,
     have_equal_values,
-    lift_constants,
     random_like,
     random_numbers,
 )
 from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
 from shardwise.run.prove.proof import Difference, Proof
 from shardwise.run.prove.rank_threads import Exchange, thread_world
-from shardwise.run.rank_model.model_source import CachedModelSource
-from shardwise.run.state.optimizer import OptimizerSpec
-from shardwise.run.verify.serial import SerialRun, StepValues
+from shardwise.run.prove.serial_points import ProofModel, ProofOptions, SerialPoints, constant_buffers, copy_of, refill_tensor
+from shardwise.run.verify.serial import StepValues
 from shardwise.run.verify.verify import serial_traits
 from shardwise.world.world import World
 
@@ -67,16 +61,6 @@ _MAX_CHANCE = 0.3  # of a point, above which too many would be needed
 
 class DegreeTooHighError(NotProvable):
     """A random point shows too little, since polynomials of the model's degree may be zero at many of them."""
-
-
-@dataclass(frozen=True)
-class ProofOptions:
-    """Options of a proof. `max_error_probability`: that a wrong plan passes; points are added until it is met. `steps`: at each point."""
-
-    max_error_probability: float = 1e-12
-    steps: int = 1
-    seed: int = 0
-    optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw"
 
 
 @dataclass
@@ -90,22 +74,17 @@ class RankStep:
 
 @dataclass(frozen=True)
 class ProofSubject:
-    """A plan, its model and batch, as the ranks and the serial run get them. `scales_loss`: the ranks scale the loss, and their gradients
-    back; the serial run does not."""
+    """A plan and its model. `scales_loss`: the ranks scale the loss, and their gradients back; the serial run does not."""
 
     plan: Plan
-    make: Any
-    batch: Any
-    loss: Loss | None
-    source: CachedModelSource
+    model: ProofModel
     options: ProofOptions
     scales_loss: bool
 
 
 def prove_plan(
-    plan: Plan, make: Any, batch: Any, loss: Loss | None, source: CachedModelSource, options: ProofOptions = ProofOptions(),
-    cut_everything: bool = False, locates_difference: bool = True,
-) -> Proof:  # fmt: skip
+    plan: Plan, model: ProofModel, options: ProofOptions, cut_everything: bool = False, locates_difference: bool = True
+) -> Proof:
     """Prove a plan, or name what differs first; the first operator that does only with `locates_difference`, which runs all again.
 
     Raises:
@@ -115,11 +94,12 @@ def prove_plan(
     options = replace(options, steps=max(options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0))
     precision = plan.layout.precision
     plan = replace(plan, layout=replace(plan.layout, precision="float64", gradients="float32", all_reduce=AUTO), sums=AllReduceChoices())
+    source = model.source
     if cut_everything:
         plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
     source = replace(source, has_values=False)
-    source.capture_all(plan, batch, loss)
-    subject = ProofSubject(plan, make, batch, loss, source, options, PRECISIONS[precision].scales_loss)
+    source.capture_all(plan, model.batch, model.loss)
+    subject = ProofSubject(plan, replace(model, source=source), options, PRECISIONS[precision].scales_loss)
     try:
         found = _compare_points(subject, locates_difference)
     except DegreeTooHighError as error:
@@ -188,39 +168,31 @@ class _ProofRun:
 
     def __init__(self, subject: ProofSubject) -> None:
         self.subject, self.seed = subject, subject.options.seed
-        self.model = self._build_model()
-        self.buffers = {
-            name: lift_constants(x.clone()) if x.is_floating_point() else x.clone()
-            for name, x in self.model.named_buffers(remove_duplicate=False)
-        }
+        module, self.is_float64 = subject.model.build_module(self.seed)
+        self.buffers = constant_buffers(module)
         wide = [name for name, x in self.buffers.items() if x.dtype is torch.complex128]
         if wide:
             raise NotProvable(f"buffer {wide[0]} is complex128, which no checkpoint stores; make it complex64")
-        self.batch = subject.batch
+        self.batch = subject.model.batch
         self.steps: list[list[RankStep]] = []  # by step and rank
         self.traits: Any = None
         self.graph: Graph | None = None
         self.degree = LINEAR  # the largest of compared values
+        self._joined: dict[int, Degree] = {}  # what it is the largest of, by identity
         self._weights: dict[str, FieldTensor] = {}  # this point's, of which every rank takes its shards
         self._engines: dict[int, Engine] = {}
-        self._serial: SerialRun | None = None
+        self._serial: SerialPoints | None = None
+        self._num_points = 0
         self._room = Exchange(subject.plan.layout.num_ranks)
-
-    def _build_model(self) -> nn.Module:
-        torch.manual_seed(self.subject.options.seed)
-        make = self.subject.make
-        model = copy.deepcopy(make) if isinstance(make, nn.Module) else make()
-        self.is_float64 = is_float64(model)  # else torch.finfo, by which masks are filled, is float32's on both sides
-        return cast_to_float64(model)
 
     def _draw_batch(self) -> Any:
         """Return the batch with random numbers in place of its floating-point ones."""
-        leaves = dict(named_leaves(self.subject.batch))
+        leaves = dict(named_leaves(self.subject.model.batch))
         drawn = {
             path: random_like(x, f"batch {path}", self.seed) if isinstance(x, Tensor) and _has_numbers(x) else x
             for path, x in leaves.items()
         }
-        return replace_leaves(self.subject.batch, drawn)
+        return replace_leaves(self.subject.model.batch, drawn)
 
     def compare_point(self, seed: int) -> list[Difference]:
         """Run all ranks and the serial model from a point; return what differs."""
@@ -265,7 +237,8 @@ class _ProofRun:
     def _build_engine(self, world: World, plan: Plan) -> Engine:
         subject = self.subject
         optimizer, device = subject.options.optimizer, DeviceOptions(scales_loss=subject.scales_loss)
-        engine = Engine(plan, subject.source, self.batch, subject.loss, world, optimizer, seed=subject.options.seed, device=device)
+        model, seed = subject.model, subject.options.seed
+        engine = Engine(plan, model.source, self.batch, model.loss, world, optimizer, seed=seed, device=device)
         with torch.no_grad():
             self._fill_shards(engine, engine.rank_model.graph)
         return engine
@@ -290,7 +263,9 @@ class _ProofRun:
                 gradients = _copy_shards(engine.local_gradients())
                 engine.update()
                 loss = total[0] / total[1] if total.dim() else total
-                self.steps[step][rank] = RankStep(gradients, _copy_shards(engine.state_shards(drain=False)), loss)
+                state = engine.state_shards(drain=False)
+                is_last = step == subject.options.steps - 1  # compared before anything writes them again
+                self.steps[step][rank] = RankStep(gradients, state if is_last else _copy_shards(state), loss)
 
     def _fill_shards(self, engine: Engine, graph: Graph) -> None:
         """Write this point's weights, and the model's buffers, into a rank's shards."""
@@ -298,7 +273,7 @@ class _ProofRun:
         for shard in engine.state_shards(drain=False):
             if shard.slot or shard.name not in variables or shard.kind not in ("parameter", "buffer"):
                 continue
-            _refill_tensor(shard.tensor, _part_of(self._value_of(shard.kind, variables[shard.name]), shard))
+            refill_tensor(shard.tensor, _part_of(self._value_of(shard.kind, variables[shard.name]), shard))
         engine.refresh_parameter_copies()
 
     def _value_of(self, kind: str, v: Variable) -> Tensor:
@@ -309,53 +284,26 @@ class _ProofRun:
         return self._weights[v.name]
 
     def _serial_steps(self) -> list[StepValues]:
-        subject = self.subject
-        with FieldMode():  # type: ignore[no-untyped-call]
-            if self._serial is None:
-                spec, seed = OptimizerSpec.of(subject.options.optimizer), subject.options.seed
-                self._serial = SerialRun(
-                    self._field_model, seed, self.batch, subject.loss, subject.plan, spec, torch.device("cpu"), self.traits
-                )
-            else:
-                self._refill_serial(self._serial)
-            steps: list[StepValues] = []
-            for _ in range(subject.options.steps):
-                values = self._serial.step()
-                if self._serial.drew_differently:
-                    raise NotProvable("the model draws random numbers by operators without a reproducible stream; prove it without them")
-                steps.append({kind: {name: _copy_of(x) for name, x in tensors.items()} for kind, tensors in values.items()})
-        return steps
+        if self._serial is None:
+            assert self.graph is not None
+            plan, options = self.subject.plan, self.subject.options
+            self._serial = self.subject.model.serial_points_of(plan, options, self.seed, self.traits, self.graph)
+        self._num_points += 1
+        return self._serial.values_at(self._num_points - 1, self.seed, self.batch)
 
-    def _refill_serial(self, serial: SerialRun) -> None:
-        """Give the serial run this point's weights, buffers and inputs."""
-        assert self.graph is not None
-        names = {name: v.name for v in self.graph.parameters for name in (v.name, *v.aliases)}
-        serial.set_batch(self.batch)
-        with torch.no_grad():
-            for path, p in serial.model.named_parameters():
-                _refill_tensor(p, random_like(p, names.get(path, path), self.seed))
-            for path, b in serial.model.named_buffers():
-                _refill_tensor(b, self.buffers[path])
-
-    def _field_model(self) -> nn.Module:
-        """Return the user's module with this point's weights."""
-        assert self.graph is not None
-        names = {name: v.name for v in self.graph.parameters for name in (v.name, *v.aliases)}
-        replaced: dict[int, nn.Parameter] = {}
-        for path, p in self.model.named_parameters():
-            value = random_like(p, names.get(path, path), self.seed)
-            replaced[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
-        buffers = {id(b): lift_constants(b) for b in self.model.buffers() if b.is_floating_point()}
-        for module in self.model.modules():
-            module._parameters.update({key: replaced[id(p)] for key, p in module._parameters.items() if p is not None})
-            module._buffers.update({key: buffers[id(b)] for key, b in module._buffers.items() if b is not None and id(b) in buffers})
-        return self.model
+    def _join_degrees(self, *tensors: Tensor) -> None:
+        """Take note of the degrees of compared tensors, of which many have the same one."""
+        for x in tensors:
+            degree = degree_of(x)
+            if id(degree) not in self._joined:
+                self._joined[id(degree)] = degree
+                self.degree = self.degree | degree
 
     def _compare(self, step: int, rank: int, actual: RankStep, expected: StepValues) -> Iterator[Difference]:
         assert self.graph is not None
         names = {v.name: (v.name, *v.aliases) for v in (*self.graph.parameters, *self.graph.buffers)}
         loss = expected["loss"][""]
-        self.degree = self.degree | degree_of(actual.loss) | degree_of(loss)
+        self._join_degrees(actual.loss, loss)
         if not have_equal_values(actual.loss, loss):
             yield Difference(step, rank, "loss", "the batch")
         for kind, shards in (("gradient", actual.gradients), ("weight", actual.state)):
@@ -369,17 +317,16 @@ class _ProofRun:
                     continue
                 full = torch.view_as_real(full) if full.is_complex() and not shard.tensor.is_complex() else full  # parameters are pairs
                 value = shard.tensor.sqrt() if shard.slot == "exp_avg_sq" else shard.tensor
-                self.degree = self.degree | degree_of(value) | degree_of(full)
-                if not have_equal_values(value, _part_of(full, shard)):
+                self._join_degrees(value, full)
+                if not _is_part(value, full, shard):
                     yield Difference(step, rank, shard.slot or kind, shard.name)
 
 
-def _refill_tensor(x: Tensor, value: Tensor) -> None:
-    """Write a point's numbers over those that a step has left."""
-    numbers = x.pair if isinstance(x, ComplexFieldTensor) else x
-    if isinstance(numbers, FieldTensor) and numbers.degree is not None:
-        numbers.degree[0] = CONSTANT
-    x.copy_(value)
+def _is_part(value: Tensor, full: Tensor, shard: StateShard) -> bool:
+    """Return whether a shard's value is its part of a full tensor."""
+    if isinstance(value, FieldTensor) and isinstance(full, FieldTensor) and value.hidden is None and full.hidden is None:
+        return torch.equal(value.a, _part_of(full.a, shard))
+    return have_equal_values(value, _part_of(full, shard))
 
 
 def _part_of(full: Tensor, shard: StateShard) -> Tensor:
@@ -393,9 +340,5 @@ def _has_numbers(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _copy_of(x: Tensor) -> Tensor:
-    return x.detach().clone()
-
-
 def _copy_shards(shards: Sequence[StateShard]) -> list[StateShard]:
-    return [replace(shard, tensor=_copy_of(shard.tensor)) for shard in shards]
+    return [replace(shard, tensor=copy_of(shard.tensor)) for shard in shards]

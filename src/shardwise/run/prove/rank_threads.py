@@ -30,7 +30,9 @@ class RankScheduler:
     """Lets one rank run at a time: the next one that can go on, in order, whenever the running one waits."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._wakeups = [threading.Event() for _ in range(num_ranks)]
+        self._wakeups = [threading.Lock() for _ in range(num_ranks)]  # free where a rank may go on
+        for wakeup in self._wakeups:
+            wakeup.acquire()
         self._conditions: list[Callable[[], bool] | None] = [lambda: True] * num_ranks  # None: it has ended
         self._waits_for = [""] * num_ranks
         self.error: BaseException | None = None
@@ -40,9 +42,8 @@ class RankScheduler:
         if condition():
             return
         self._conditions[rank], self._waits_for[rank] = condition, waits_for
-        self._wakeups[rank].clear()
         self._resume_next(rank)
-        self._wakeups[rank].wait()
+        self._wakeups[rank].acquire()
         if self.error is not None:
             raise RankStopped
 
@@ -51,7 +52,7 @@ class RankScheduler:
         for other in ((rank + k) % n for k in range(1, n + 1)):
             condition = self._conditions[other]
             if condition is not None and condition():
-                self._wakeups[other].set()
+                self._wake(other)
                 return
         waiting = [f"rank {i} for {self._waits_for[i]}" for i, condition in enumerate(self._conditions) if condition is not None]
         if waiting:
@@ -59,14 +60,18 @@ class RankScheduler:
 
     def _end_all(self, error: BaseException) -> None:
         self.error = self.error or error
-        for wakeup in self._wakeups:
-            wakeup.set()
+        for rank in range(len(self._wakeups)):
+            self._wake(rank)
+
+    def _wake(self, rank: int) -> None:
+        if self._wakeups[rank].locked():
+            self._wakeups[rank].release()
 
     def run(self, run_rank: Callable[[int], None]) -> None:
         """Run every rank to its end. Raises the first error."""
 
         def run_thread(rank: int) -> None:
-            self._wakeups[rank].wait()
+            self._wakeups[rank].acquire()
             try:
                 if self.error is None:
                     run_rank(rank)
@@ -81,7 +86,7 @@ class RankScheduler:
         threads = [threading.Thread(target=run_thread, args=(rank,), daemon=True) for rank in range(len(self._wakeups))]
         for thread in threads:
             thread.start()
-        self._wakeups[0].set()
+        self._wake(0)
         for thread in threads:
             thread.join()
         if self.error is not None:

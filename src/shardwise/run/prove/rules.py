@@ -31,7 +31,7 @@ from shardwise.run.prove.finite_field import P, Q
 
 VIEWS = (aten.view, aten._unsafe_view, aten._reshape_alias)
 STRUCTURE = (
-    *VIEWS, aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
+    aten.t, aten.transpose, aten.permute, aten.expand, aten.slice, aten.select, aten.unsqueeze, aten.squeeze, aten.clone,
     aten.alias, aten.detach, aten.index, aten.gather, aten.index_select, aten.repeat, aten.roll, aten.flip, aten.unfold, aten.diagonal,
     aten.as_strided, aten.split, aten.split_with_sizes, aten.unbind, aten.tril, aten.triu, aten.slice_backward, aten.select_backward,
     aten.diagonal_backward, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter, aten.as_strided_scatter,
@@ -85,10 +85,6 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FieldTensor):
         lift_constants(x)  # raises for a complex one, into which this is written
         raise NotProvable(f"{func} by computed indices has no exact form")
-    if func is aten.view.dtype:
-        return x.a.view(args[0])  # its bits, as checksums read them: a function of the number
-    if func.overloadpacket in VIEWS:
-        return _apply_to_components(x, lambda part: part.reshape(args[0]))  # a copy only where real numbers would lie otherwise in memory
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
@@ -101,6 +97,16 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         for part in out if isinstance(out, list) else [out]:
             part.part_degree = (CERTAINTY.degree_of_part(part.a, degree_of(x)), part.degree[0])
     return out
+
+
+@register_for(aten.view.dtype)
+def _view_bits(func: Any, x: FieldTensor, dtype: torch.dtype) -> Tensor:
+    return x.a.view(dtype)  # as checksums read them: a function of the number
+
+
+@register_for(*VIEWS)
+def _apply_view(func: Any, x: FieldTensor, shape: Sequence[int], *strides: Any) -> Any:
+    return _apply_to_components(x, lambda part: part.reshape(shape))  # a copy only where real numbers would lie otherwise in memory
 
 
 @register_for(aten.masked_select)
@@ -158,7 +164,8 @@ def add_numbers(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
 
 def _sum_of(x: FieldTensor, y: FieldTensor, hidden: Tensor | None, sign: int) -> FieldTensor:
     owns = have_own_exponents(x, y)
-    return FieldTensor((x.a + sign * y.a) % P, (x.b + sign * y.b) % Q if owns else None, hidden)
+    exponents = field.add_residues(x.b, y.b, Q, sign) if owns else None
+    return FieldTensor(field.add_residues(x.a, y.a, P, sign), exponents, hidden)
 
 
 @register_for(aten.sub)
@@ -340,7 +347,8 @@ def _apply_placing(f: Callable[..., Tensor], *parts: FieldTensor) -> FieldTensor
 @register_for(aten.sum)
 def _apply_sum(func: Any, x: FieldTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None, out: Any = None) -> Any:
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
-    total = _apply_linear(lambda part: part.sum(dims, keepdim), x)
+    exponents = field.sum_residues(x.b, dims, keepdim, Q) if x.has_own_exponents else None
+    total = FieldTensor(field.sum_residues(x.a, dims, keepdim), exponents)
     return total if out is None else write(out, total)
 
 
@@ -389,10 +397,12 @@ def _apply_scatter(
     func: Any, x: Any, dim: int, index: Tensor, source: Any = None, value: Any = None, alpha: float = 1, **kwargs: Any
 ) -> Any:
     x, source = lift_constants(x), lift_constants(value if source is None else source)
-    if func.overloadpacket is aten.scatter and not source.dim():
+    scatters = func.overloadpacket is aten.scatter
+    if scatters and not source.dim():
         source = source.expand(index.shape)
     source = source if alpha == 1 else source * alpha
-    return _apply_placing(lambda t, s: func.overloadpacket(t, dim, index, s), x, source)
+    scatter = aten.scatter.src if scatters else func  # an overload that is looked for is found by errors, whose texts take milliseconds
+    return _apply_placing(lambda t, s: scatter(t, dim, index, s), x, source)
 
 
 @register_for(aten.index_put, aten._unsafe_index_put)
