@@ -120,7 +120,8 @@ class _SummedOutput(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, sums: list[CollectiveWork]) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         ctx.group, ctx.output = group, None
-        ctx.work = group.all_reduce(total, wait=False).without_timing()  # it need not be read
+        # Of another object: a thread may still sum when the output's class has become one that waits for the sum. It need not be read.
+        ctx.work = group.all_reduce(total.detach(), wait=False).without_timing()
         sums.append(ctx.work)
         return total
 
