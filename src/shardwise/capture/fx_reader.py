@@ -240,6 +240,8 @@ class FxGraphReader:
         before, after = source.meta.get("val"), node.meta.get("val")
         if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or spec_of(before) != spec_of(after):
             return
+        if any("val" not in n.meta for n in node.all_input_nodes):
+            return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         if node.target(*args, **kwargs) is before:  # each view is another tensor
             self._unchanged.add(prefix + node.name)
