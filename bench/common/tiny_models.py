@@ -100,6 +100,9 @@ def shrunk(cls: Any, scale: int = 1) -> Any:
         nested = all(isinstance(part, dict) for part in rotary.values())  # by kind of layer
         changes["rope_parameters"] = {k: part | thirds for k, part in rotary.items()} if nested else rotary | thirds
     made = cls(**changes)
+    if overrides := made.to_dict().get("per_layer_config"):  # layers whose sizes are not those of the others
+        by_layer = {int(layer): sizes | dict(_changes(sizes, scale)) | _head_of(sizes, scale) for layer, sizes in overrides.items()}
+        made = cls(**changes, per_layer_config=by_layer)
     made._experts_implementation = "eager"  # which every dtype has; what runs in its place says `shardwise.capture.experts`
     made.use_cache = False
     return made
@@ -132,6 +135,13 @@ def _changes(values: dict[str, Any], scale: int) -> Iterator[tuple[str, Any]]:
             yield key, value % VOCABULARY
         elif key == "rope_parameters" and isinstance(value, dict):
             yield key, _rotary(value)
+
+
+def _head_of(sizes: dict[str, Any], scale: int) -> dict[str, Any]:
+    """The width of a head of a layer that is the sum of what is rotated and what is not."""
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")
+    is_sum = all(key in sizes for key in ("head_dim", *parts)) and sizes["head_dim"] == sum(sizes[key] for key in parts)
+    return {"head_dim": sum(SCALED[key] for key in parts) * scale} if is_sum else {}
 
 
 def _rotary(value: dict[str, Any]) -> dict[str, Any]:

@@ -538,6 +538,7 @@ class _Quiet(nn.Module):
         h = F.dropout(self.dropped(self.inside(x)), 0.5, training=False)
         with torch.no_grad():
             want = F.normalize(self.target(x), dim=-1)
+            same = h.to(h.dtype)  # the tensor itself, with its gradient
         nearest = self.codes[torch.cdist(h.detach(), self.codes).argmin(-1)]
         quantised = h + (nearest - h).detach()
         rounded = h + (h.round() - h).detach()
@@ -545,7 +546,7 @@ class _Quiet(nn.Module):
         per_token = self.head(quantised + rounded).square().sum(-1)
         masked = (per_token * mask).sum() / mask.sum().clamp(min=1)
         by_sample = ((per_token * mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / x.size(0)
-        agree = -(F.normalize(h, dim=-1) * want).sum(-1).mean()
+        agree = -(F.normalize(same, dim=-1) * want).sum(-1).mean()
         return masked + by_sample + commitment + agree + h.norm(dim=0).max() + h.amax() + h.std() + h.abs().max(1).values.sum() / len(x)
 
 

@@ -68,6 +68,7 @@ class FxGraphReader:
         self.renames: dict[str, str] = {}
         self.results: list[str] = []
         self.no_grad_operators: set[str] = set()  # operators in blocks without gradients
+        self._unchanged: set[str] = set()  # operators in blocks that return their tensor itself
         self._sites: dict[str, int] = {}
         self._tuples: dict[str, tuple[str, ...]] = {}
         self._storage_by_value: dict[str, torch.UntypedStorage] = {}
@@ -209,8 +210,9 @@ class FxGraphReader:
             elif child.op == "call_function":
                 num_before = len(self.operators)
                 self._read_call(child, inner, within, child.name, autocast)
+                self._note_unchanged(child, within)
                 if not keep_grad:
-                    self.no_grad_operators.update(op.name for op in self.operators[num_before:])
+                    self.no_grad_operators.update(op.name for op in self.operators[num_before:] if op.name not in self._unchanged)
             elif child.op == "output":
                 results = child.args[0] if isinstance(child.args[0], tuple | list) else (child.args[0],)
                 outputs = []
@@ -230,11 +232,26 @@ class FxGraphReader:
                 if not isinstance(child.args[0], tuple | list):
                     self.renames[prefix + node.name] = outputs[0]
 
+    def _note_unchanged(self, node: Any, prefix: str) -> None:
+        """Note a call that returns its tensor itself, as `x.to(x.dtype)`: the result has the tensor's gradient, in any block."""
+        source = node.args[0] if node.args else None
+        if not isinstance(node.target, _Overload) or not isinstance(source, torch.fx.Node) or writes_in_place(self.operators[-1]):
+            return
+        before, after = source.meta.get("val"), node.meta.get("val")
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or spec_of(before) != spec_of(after):
+            return
+        if any("val" not in n.meta for n in node.all_input_nodes):
+            return
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        if node.target(*args, **kwargs) is before:  # each view is another tensor
+            self._unchanged.add(prefix + node.name)
+
     def _is_made_since(self, value: str, start: int) -> bool:
-        """Return whether a value is made by the operators from number `start` on; the result of a write is the written value."""
+        """Return whether a value is made by the operators from number `start` on; the result of a write is the written value, and that of
+        a call that returns its tensor is this tensor."""
         producers = {output: op for op in self.operators[start:] for output in op.outputs}
         while op := producers.get(value):
-            into = dict(op.kwargs).get("out", op.args[0] if writes_in_place(op) else None)
+            into = dict(op.kwargs).get("out", op.args[0] if writes_in_place(op) or op.name in self._unchanged else None)
             if not isinstance(into, Ref):
                 return True
             value = self.resolve_name(into.value)

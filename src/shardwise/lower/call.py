@@ -29,7 +29,7 @@ from shardwise.model.sharding.convolution_as_product import is_run_as_product, l
 from shardwise.model.sharding.sharding import num_exchanging_ranks, ring_operands, shard_range
 from shardwise.ops import Rule, record_of, windows_of
 from shardwise.ops.record import Op
-from shardwise.ops.rule import HALO, QUERIES
+from shardwise.ops.rule import HALO, QUERIES, FusedLabel
 from shardwise.ops.sliding_window import ResamplingWindow
 from shardwise.ops.vocabulary import MatmulKind
 from shardwise.plan.ir.axis import axis_of
@@ -82,8 +82,13 @@ class OperatorCall:
 
     @property
     def rule(self) -> Rule:
-        rule = find_fused_dims(self.lowering.graph).rules[self.op.name]
+        rule, own = find_fused_dims(self.lowering.graph).rules[self.op.name], self.lowering.graph.rules[self.op.name]
         assert rule is not None, self.op.name  # only an operator with a rule is ever sharded
+        assert own is not None, self.op.name
+        for label in set(self.cut_labels.values()).difference(rule.labels):  # sharded by an axis without runs, where the operator has it
+            rows = enumerate((*own.inputs, *own.outputs))
+            dims = tuple((number, dim, ()) for number, row in rows for dim, x in enumerate(row or ()) if x == label)
+            rule = FusedLabel(label, dims).apply_to(rule)
         return rule
 
     def add_call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

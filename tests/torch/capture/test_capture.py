@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -570,3 +571,49 @@ class Masked(nn.Module):
 def test_every_operator_has_a_site_of_its_own() -> None:
     graph = capture(Masked(), {"x": torch.ones(8, 4)}).graph
     assert len(graph.index_of_site) == len(graph.operators)
+
+
+def _keep_in_autocast(h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return h.to(h.dtype)
+
+
+def _write_unchanged(h: Tensor) -> Tensor:
+    return h.to(h.dtype).mul_(1.5)
+
+
+class Selecting(nn.Module):
+    """Chooses columns without gradients, in a block that gives out a tensor of before."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.scores = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        with torch.no_grad():
+            given = self.form(h)
+            index = self.scores(given).topk(2).indices
+        return (h.sigmoid() * 3 + given.square()).gather(1, index).mean()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda h: h,
+        lambda h: h.to(h.dtype),
+        lambda h: h.contiguous().float(),
+        lambda h: nn.functional.dropout(h, 0.5, training=False),
+        lambda h: h.type_as(h).to(h.dtype, copy=False),
+        _keep_in_autocast,
+        _write_unchanged,
+        lambda h: h.to(h.dtype, copy=True),  # from here on another tensor, without a gradient
+        lambda h: h.view(h.shape),
+        lambda h: h.to(h.dtype) * 1.0,
+        lambda h: h.clone().to(h.dtype),
+    ],
+)
+def test_a_tensor_that_a_block_without_gradients_gives_out_unchanged_keeps_its_gradient(form: Any) -> None:
+    """A cast to the type that a tensor has is the tensor itself; so it is in the graph, where a new value stands for it from then on."""
+    equal_to_eager(Selecting(form), (torch.randn(6, 4),))

@@ -15,6 +15,7 @@ from shardwise.errors import RunError, VerifyError
 from shardwise.lower import redistribute
 from shardwise.lower.kernels import random_stream
 from shardwise.run.gradients.gradient_reducer import GradientReducer
+from shardwise.run.prove import prove as prove_file
 from shardwise.run.prove import rank_threads
 from shardwise.run.prove.proof import Proof
 from shardwise.run.prove.rank_threads import Exchange, RankScheduler, thread_world
@@ -229,6 +230,39 @@ def test_the_first_wrong_operator_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert not proof.ok
     assert proof.wrong_value is None
     assert "gradient of" in proof.outcome
+
+
+class Routed(nn.Module):
+    """Four experts, of which each sample takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.router = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.experts = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        shares, chosen = self.router(h).sigmoid().topk(2)
+        rows, ids, order = torch.ops.shardwise.to_experts(h, chosen, 4)
+        rows = torch.ops.shardwise.of_experts(rows, ids, self.experts, None, False).tanh()
+        combined: Tensor = torch.ops.shardwise.from_experts(rows, order, shares, 4)
+        return combined.square().mean()
+
+
+def test_rows_in_the_order_of_their_experts_are_no_parts_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of gradients alone has no first operator, though each rank's rows differ from the serial run's."""
+    batch = (torch.randn(8, 6, generator=torch.Generator().manual_seed(0)),)
+    prove_all(Routed, ["data=2", "data=2 expert=2"], batch)
+    backward = GradientReducer.add
+    monkeypatch.setattr(GradientReducer, "add", lambda self, name, grad: backward(self, name, grad * 2))
+    proof = shardwise.prove(Routed, "data=2 zero=2", batch, max_error_probability=0.1)
+    assert isinstance(proof, Proof)
+    assert not proof.ok
+    assert proof.wrong_value is None
+    monkeypatch.setattr(prove_file, "list_comparable_values", lambda graph: [(op.site, v) for op in graph.operators for v in op.outputs])
+    proof = shardwise.prove(Routed, "data=2 zero=2", batch, max_error_probability=0.1)
+    assert isinstance(proof, Proof)
+    assert "to_experts" in proof.outcome
 
 
 def test_points_whose_divisors_are_zero_show_nothing() -> None:

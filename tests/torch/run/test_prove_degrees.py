@@ -12,6 +12,7 @@ from shardwise.run.prove import order_rules, rules  # noqa: F401 - they register
 from shardwise.run.prove.degrees import CERTAINTY, HIGH_LEVEL, LINEAR, Degree
 from shardwise.run.prove.field_tensor import FieldMode, degree_of, have_equal_numbers, random_numbers
 from shardwise.run.prove.finite_field import LARGEST_WEIGHT
+from shardwise.run.prove.rank_threads import add_up
 
 
 def test_a_quotient_is_multiplied_by_its_own_divisors_alone() -> None:
@@ -88,6 +89,22 @@ def test_one_degree_for_a_buffer_doubles(monkeypatch: pytest.MonkeyPatch) -> Non
     for i in range(1, 24):
         rows[i] = rows[i] + rows[i] * rows[:i].sum(0)
     assert degree_of(rows[23]).total == 2**23
+
+
+def test_sums_of_members_keep_the_degrees_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sums in one all-reduce, of which one has a high degree, as those of a loss whose classes are cut; twin: nothing noted."""
+
+    def first_row() -> int:
+        CERTAINTY.reset()
+        members = []
+        for rank in range(2):
+            x: Any = random_numbers((3,), f"x {rank}", 0)
+            members.append(torch.stack([x, x**100]))
+        return degree_of(add_up(members)[0]).total
+
+    assert first_row() == 1
+    monkeypatch.setattr(type(CERTAINTY), "note_sums", lambda self, parts, sums: None)
+    assert first_row() == 100
 
 
 def test_deep_reciprocals_are_random_functions_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

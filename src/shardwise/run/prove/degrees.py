@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 
 from torch import Tensor
 
@@ -164,6 +165,14 @@ class Certainty:
             self._joined.update(dict.fromkeys(elements, replace(degree, is_joined=False)))
         self._joined[0] = CONSTANT  # padding, which is computed with as with other rows
         return replace(joined, is_joined=True)
+
+    def note_sums(self, parts: Sequence[tuple[Degree, Tensor]], sums: Tensor) -> None:
+        """Note the degree of each sum of elements of tensors of which some were put together: (degree, numbers)."""
+        if sums.numel() > _MAX_JOINED:
+            return
+        terms = [[self._joined.get(element, degree) for element in numbers.flatten().tolist()] for degree, numbers in parts]
+        for element, first, *others in zip(sums.flatten().tolist(), *terms, strict=True):
+            self._joined[element] = replace(reduce(or_, others, first), is_joined=False)
 
     def degree_after_write(self, before: Degree, buffer: Tensor, written: Degree, numbers: Tensor) -> Degree:
         """Return the degree of a buffer, a part of which is written: other parts keep their own, where that is worth their numbers."""

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.errors import ShardwiseError
+from shardwise.model.graph import Graph
+from shardwise.ops import record_of
+from shardwise.ops.vocabulary import LoweringKind
 from shardwise.plan.ir.placement import (  # fmt: skip
     HaloPartial,
     P,
@@ -79,6 +82,19 @@ class WrongValue:
     def __str__(self) -> str:
         placement = " ".join(f"{axis}:{form}" for axis, form in self.placement.items())
         return f"{self.site} on rank {self.rank}" + (f" ({placement})" if placement else "")
+
+
+def list_comparable_values(graph: Graph) -> list[tuple[str, str]]:
+    """Return (site, value) of the values of a graph, in order, whose shards are parts of the whole. Rows that are dispatched to experts are
+    not: each rank has its own tokens in the order of their experts, until they are combined."""
+    dispatched, values = set[str](), list[tuple[str, str]]()
+    for op in graph.operators:
+        kind = record_of(op).lowering
+        if kind is LoweringKind.EXPERT_DISPATCH or (kind is not LoweringKind.EXPERT_COMBINE and not dispatched.isdisjoint(op.inputs)):
+            dispatched.update(op.outputs)
+        else:
+            values.extend((op.site, value) for value in op.outputs)
+    return values
 
 
 def first_wrong_value(

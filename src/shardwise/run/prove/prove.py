@@ -47,7 +47,7 @@ from shardwise.run.prove.field_tensor import (
     random_like,
     random_numbers,
 )
-from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, place_of, record_values
+from shardwise.run.prove.locate import Values, WrongValue, first_wrong_value, list_comparable_values, place_of, record_values
 from shardwise.run.prove.proof import Difference, Proof
 from shardwise.run.prove.rank_threads import Exchange, thread_world
 from shardwise.run.prove.serial_points import ProofModel, ProofOptions, SerialPoints, constant_buffers, copy_of, refill_tensor
@@ -231,8 +231,7 @@ class _ProofRun:
         room = Exchange(layout.num_ranks)
         room.run_ranks(lambda rank: run_rank(thread_world(room, rank, layout.num_ranks), self.subject.plan, recorded))
         assert graph is not None
-        order = [(op.site, value) for op in graph.operators for value in op.outputs]
-        return first_wrong_value(order, whole, places, recorded)
+        return first_wrong_value(list_comparable_values(graph), whole, places, recorded)
 
     def _build_engine(self, world: World, plan: Plan) -> Engine:
         subject = self.subject

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RunError
-from shardwise.run.prove.field_tensor import FieldTensor, lift_constants
+from shardwise.run.prove.degrees import CERTAINTY
+from shardwise.run.prove.field_tensor import FieldTensor, degree_of, lift_constants
 from shardwise.world.comm.connection import Connection
 from shardwise.world.world import World
 
@@ -220,6 +221,8 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
+    if isinstance(total, FieldTensor) and degree_of(total).is_joined:
+        CERTAINTY.note_sums([(degree_of(part), lift_constants(part).a) for part in parts], total.a)
     return total
 
 
