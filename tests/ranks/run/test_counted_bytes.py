@@ -17,6 +17,8 @@ from shardwise.zoo.resolve import resolve
 
 GPT = "gpt:layers=2,hidden=128,heads=4,sequence=64,vocabulary=256"
 MIXED = "precision=bfloat16-mixed"
+LLAMA = "llama:vocabulary=200,sequence=64,hidden=128,layers=3,heads=4,kv_heads=2,inner=448"
+CHEAP = ["data=1 microbatches=2 recompute=cheap", "data=1 microbatches=2 recompute=cheap precision=bfloat16"]
 LAYOUTS = [
     *(f"data=2 zero={zero} precision={name}" for zero in (0, 1, 2, 3) for name in ("bfloat16", "bfloat16-mixed")),
     f"data=2 zero=1 gradients=bfloat16 {MIXED}",
@@ -56,3 +58,27 @@ def test_priced_bytes_are_the_counted_ones_in_every_precision(ranks: Callable[..
     counted = counts[LAYOUTS.index(f"data=2 zero=1 {MIXED}")]
     assert autocast.prediction is not None
     assert autocast.prediction.memory.parameters != pytest.approx(counted["parameters"], rel=0.5)  # the broken twin: another precision
+
+
+def count_activations(world: World, plans: list[str]) -> list[float]:
+    """Bytes of activations at the fullest moment of a second step, by layout."""
+    model, counted = resolve(LLAMA), []
+    for text in plans:
+        engine = Engine(parse_plan(text), model.make, model.batch(4), model.loss, world, OptimizerSpec.of("sgd"), seed=0)
+        for _ in range(2):
+            engine.memory.reset_peak()
+            engine.step(model.batch(4))
+        counted.append(engine.memory.peak().activations)
+        del engine
+        gc.collect()
+    return counted
+
+
+def test_priced_activations_are_those_counted_where_cheap_operators_run_again(ranks: Callable[..., Any]) -> None:
+    plans = [shardwise.plan(LLAMA, 4, cluster="1xcpu-2", layout=layout) for layout in CHEAP]
+    for plan, counted in zip(plans, ranks(count_activations, 1, [format_plan(plan) for plan in plans])[0], strict=True):
+        assert plan.prediction is not None
+        assert plan.prediction.memory.activations == pytest.approx(counted, rel=0.1)
+    whole = shardwise.plan(LLAMA, 4, cluster="1xcpu-2", layout="data=1 microbatches=2").prediction
+    assert whole is not None
+    assert whole.memory.activations > 1.5 * counted  # the broken twin: nothing runs again
