@@ -48,6 +48,11 @@ WINDOWS: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "bicubic": ((1, 2, 4, 4), partial(functional.interpolate, scale_factor=(2.0, 0.5), mode="bicubic")),
     "trilinear": ((1, 1, 2, 3, 2), partial(functional.interpolate, scale_factor=2, mode="trilinear")),
     "reflect": ((1, 2, 5, 4), partial(functional.pad, pad=(1, 2, 2, 1), mode="reflect")),
+    "triangular": ((2, 4, 4), lambda x: torch.linalg.solve_triangular(x.tril(-1), x, upper=False, unitriangular=True)),
+    "triangular from the right": (
+        (1, 3, 3),
+        lambda x: torch.linalg.solve_triangular(x[0].triu(1), x, upper=True, left=False, unitriangular=True),
+    ),
     "replicate": ((1, 2, 5), partial(functional.pad, pad=(1, 2), mode="replicate")),
 }
 

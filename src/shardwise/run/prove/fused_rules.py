@@ -185,3 +185,22 @@ def _multiply_each(func: Any, tensors: Sequence[Any], factor: Any) -> Any:
     for x, product in zip(tensors, products, strict=True):
         write(x, product)
     return None
+
+
+@register_for(aten.linalg_solve_triangular)
+def _solve_by_rows(func: Any, a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    """Return x of a x = b (x a = b unless `left`), row by row: each row is what is left of b by the rows before, over the diagonal."""
+    if not left:
+        solved: Any = _solve_by_rows(func, a.transpose(-1, -2), b.transpose(-1, -2), upper=not upper, unitriangular=unitriangular)
+        return solved.transpose(-1, -2)
+    size = a.shape[-1]
+    rows: dict[int, Any] = {}
+    for i in reversed(range(size)) if upper else range(size):
+        rest = b[..., i : i + 1, :]
+        if rows:
+            places = sorted(rows)
+            known = torch.cat([rows[j] for j in places], -2)
+            rest = rest - matrix_product(a[..., i : i + 1, places[0] : places[-1] + 1], known)
+        rows[i] = rest if unitriangular else rest / a[..., i : i + 1, i : i + 1]
+    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, b.shape[-1])
+    return torch.cat([rows[i].expand(shape) for i in range(size)], -2)
