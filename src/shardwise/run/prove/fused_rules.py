@@ -199,8 +199,8 @@ def _solve_by_rows(func: Any, a: Any, b: Any, *, upper: bool, left: bool = True,
         rest = b[..., i : i + 1, :]
         if rows:
             places = sorted(rows)
-            known = torch.cat([rows[j] for j in places], -2)
+            known: Any = torch.cat([rows[j] for j in places], -2)
             rest = rest - matrix_product(a[..., i : i + 1, places[0] : places[-1] + 1], known)
         rows[i] = rest if unitriangular else rest / a[..., i : i + 1, i : i + 1]
-    shape = (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), 1, b.shape[-1])
+    shape = rows[0 if upper else size - 1].shape  # the last row solved has the batches of both
     return torch.cat([rows[i].expand(shape) for i in range(size)], -2)
