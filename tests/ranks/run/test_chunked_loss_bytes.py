@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import shardwise
-from shardwise.plan.plan_file import format_plan, parse_plan
-from shardwise.run.engine import Engine
-from shardwise.run.state.optimizer import OptimizerSpec
-from shardwise.world.world import World
+from shardwise.plan.plan_file import format_plan
 from shardwise.zoo.resolve import resolve
+from tests.support.counted_bytes import count_bytes
 
 GPT = "gpt:layers=2,hidden=64,heads=4,sequence=64,vocabulary=2048"
 LAYOUTS = [
@@ -25,22 +22,10 @@ LAYOUTS = [
 ]
 
 
-def count_bytes(world: World, plans: list[str]) -> list[dict[str, float]]:
-    """Peak bytes of the fullest rank by part, and their total, by layout."""
-    model, counted = resolve(GPT), []
-    for text in plans:
-        engine = Engine(parse_plan(text), model.make, model.batch(16), model.loss, world, OptimizerSpec.of("adamw"), seed=0)
-        engine.step(model.batch(16))
-        counted.append(engine.peak_memory_over_ranks())
-        del engine
-        gc.collect()  # what hooks refer to
-    return counted
-
-
 def test_priced_bytes_are_the_counted_ones(ranks: Callable[..., Any]) -> None:
     model = resolve(GPT)
     plans = [shardwise.plan(model.make, model.batch(16), loss=model.loss, cluster="1xcpu-2", layout=layout) for layout in LAYOUTS]
-    counts = ranks(count_bytes, 2, [format_plan(plan) for plan in plans])[0]
+    counts = ranks(count_bytes, 2, GPT, 16, [format_plan(plan) for plan in plans])[0]
     for layout, plan, counted in zip(LAYOUTS, plans, counts, strict=True):
         assert plan.prediction is not None
         priced = plan.prediction.memory

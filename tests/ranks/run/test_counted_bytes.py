@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import shardwise
-from shardwise.plan.plan_file import format_plan, parse_plan
-from shardwise.run.engine import Engine
-from shardwise.run.state.optimizer import OptimizerSpec
-from shardwise.world.world import World
+from shardwise.plan.plan_file import format_plan
 from shardwise.zoo.resolve import resolve
+from tests.support.counted_bytes import count_bytes
 
 GPT = "gpt:layers=2,hidden=128,heads=4,sequence=64,vocabulary=256"
 MIXED = "precision=bfloat16-mixed"
@@ -31,23 +28,10 @@ LAYOUTS = [
 ]
 
 
-def count_bytes(world: World, plans: list[str]) -> list[dict[str, float]]:
-    """Peak bytes of the fullest rank by part, and their total, by layout."""
-    model, counted = resolve(GPT), []
-    for text in plans:
-        plan = parse_plan(text)
-        engine = Engine(plan, model.make, model.batch(8), model.loss, world, OptimizerSpec.of("adamw"), seed=0)
-        engine.step(model.batch(8))
-        counted.append(engine.peak_memory_over_ranks())
-        del engine
-        gc.collect()  # what hooks refer to
-    return counted
-
-
 def test_priced_bytes_are_the_counted_ones_in_every_precision(ranks: Callable[..., Any]) -> None:
     model = resolve(GPT)
     plans = [shardwise.plan(model.make, model.batch(8), loss=model.loss, cluster="1xcpu-2", layout=layout) for layout in LAYOUTS]
-    counts = ranks(count_bytes, 2, [format_plan(plan) for plan in plans])[0]
+    counts = ranks(count_bytes, 2, GPT, 8, [format_plan(plan) for plan in plans])[0]
     for layout, plan, counted in zip(LAYOUTS, plans, counts, strict=True):
         assert plan.prediction is not None
         priced = plan.prediction.memory
@@ -60,25 +44,11 @@ def test_priced_bytes_are_the_counted_ones_in_every_precision(ranks: Callable[..
     assert autocast.prediction.memory.parameters != pytest.approx(counted["parameters"], rel=0.5)  # the broken twin: another precision
 
 
-def count_activations(world: World, plans: list[str]) -> list[float]:
-    """Bytes of activations at the fullest moment of a second step, by layout."""
-    model, counted = resolve(LLAMA), []
-    for text in plans:
-        engine = Engine(parse_plan(text), model.make, model.batch(4), model.loss, world, OptimizerSpec.of("sgd"), seed=0)
-        for _ in range(2):
-            engine.memory.reset_peak()
-            engine.step(model.batch(4))
-        counted.append(engine.memory.peak().activations)
-        del engine
-        gc.collect()
-    return counted
-
-
 def test_priced_activations_are_those_counted_where_cheap_operators_run_again(ranks: Callable[..., Any]) -> None:
     plans = [shardwise.plan(LLAMA, 4, cluster="1xcpu-2", layout=layout) for layout in CHEAP]
-    for plan, counted in zip(plans, ranks(count_activations, 1, [format_plan(plan) for plan in plans])[0], strict=True):
+    for plan, counted in zip(plans, ranks(count_bytes, 1, LLAMA, 4, [format_plan(plan) for plan in plans], 2, "sgd")[0], strict=True):
         assert plan.prediction is not None
-        assert plan.prediction.memory.activations == pytest.approx(counted, rel=0.1)
+        assert plan.prediction.memory.activations == pytest.approx(counted["activations"], rel=0.1)
     whole = shardwise.plan(LLAMA, 4, cluster="1xcpu-2", layout="data=1 microbatches=2").prediction
     assert whole is not None
-    assert whole.memory.activations > 1.5 * counted  # the broken twin: nothing runs again
+    assert whole.memory.activations > 1.5 * counted["activations"]  # the broken twin: nothing runs again

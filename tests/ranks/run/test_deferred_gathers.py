@@ -14,33 +14,14 @@ from shardwise.run.residency.deferred_gathers import AwaitingLayer, DeferredGath
 from shardwise.run.verify.verify import verify_on_rank
 from shardwise.world.comm.group import Group
 from shardwise.world.world import World
+from tests.support.equal_layers import DEPTH, LAYER, Deep, deep_batch, deep_loss
 
-WIDTH, DEPTH = 16, 4
 GLOO = {"SHARDWISE_TRANSPORT": "gloo"}
 
 
-class Deep(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def _batch() -> tuple[torch.Tensor]:
-    return (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
-
-
-def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    return output
-
-
 def _plan(layout: str) -> Any:
-    plan = shardwise.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-8", layout=f"{layout} precision=float64")
-    return replace(plan, bucket_bytes=8 * (WIDTH * WIDTH + WIDTH))
+    plan = shardwise.plan(Deep, deep_batch(), loss=deep_loss, cluster="1xcpu-8", layout=f"{layout} precision=float64")
+    return replace(plan, bucket_bytes=8 * LAYER)
 
 
 class _LateWork:
@@ -77,19 +58,21 @@ def _trained(world: World, layout: str, kind: str) -> dict[str, Any]:
     AwaitingLayer.forward = noted  # type: ignore[method-assign]
     if kind == "never":
         DeferredGathers.wait_for_layer = lambda self, layer: None  # type: ignore[method-assign]
-    engine = shardwise.parallelize(Deep, _batch(), loss=_loss, plan=_plan(layout), seed=0, world=world, optimizer={"clip": 0.1, "lr": 0.1})
+    engine = shardwise.parallelize(
+        Deep, deep_batch(), loss=deep_loss, plan=_plan(layout), seed=0, world=world, optimizer={"clip": 0.1, "lr": 0.1}
+    )
     if kind == "at once":
         engine._weight_gatherer.deferred.disable()
     losses, pending = [], []
     for _ in range(3):
         events.clear()
-        losses.append(float(engine.step(_batch()).loss))
+        losses.append(float(engine.step(deep_batch()).loss))
         pending.append(engine._weight_gatherer.deferred.num_pending)
     seen = list(events)
     full = engine.full_state_dict()
     after_reading = engine._weight_gatherer.deferred.num_pending
     _ = engine.parameters
-    engine.step(_batch())
+    engine.step(deep_batch())
     Group.all_gather_into, AwaitingLayer.forward = gather, run  # type: ignore[method-assign]
     return {
         "losses": losses, "pending": pending, "events": seen,
@@ -123,7 +106,7 @@ LAYOUTS = (
 
 
 def _verified(world: World) -> list[bool]:
-    found = [verify_on_rank(world, _plan(layout), Deep, _batch(), _loss) for layout in LAYOUTS]
+    found = [verify_on_rank(world, _plan(layout), Deep, deep_batch(), deep_loss) for layout in LAYOUTS]
     return [one is None or one.ok for one in found]
 
 

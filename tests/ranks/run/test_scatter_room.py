@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,27 +19,10 @@ from shardwise.world.comm import all_reduce, running
 from shardwise.world.comm.group import Group
 from shardwise.world.comm.process_group import ProcessGroup
 from shardwise.world.world import World
+from tests.support.equal_layers import Deep, deep_batch, deep_loss
 
 WIDTH, DEPTH = 200, 3
-
-
-class Wide(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def _batch() -> tuple[torch.Tensor]:
-    return (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
-
-
-def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    return output
+_wide = partial(Deep, WIDTH, DEPTH, bias=False)
 
 
 def _count(world: World, layout: str, ring_bytes: int) -> dict[str, float]:
@@ -68,10 +52,12 @@ def _count(world: World, layout: str, ring_bytes: int) -> dict[str, float]:
         return exchange(group, out, x, *args)
 
     private.send, private.all_to_all = sending, exchanging
-    engine = shardwise.parallelize(Wide, _batch(), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer="sgd")
-    engine.step(_batch())
+    engine = shardwise.parallelize(
+        _wide, deep_batch(WIDTH), loss=deep_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer="sgd"
+    )
+    engine.step(deep_batch(WIDTH))
     seen.clear()
-    engine.step(_batch())
+    engine.step(deep_batch(WIDTH))
     private.send, private.all_to_all = send, exchange
     running._BufferPool.take, Group._receive_buffer = take, receive  # type: ignore[method-assign]
     return {**seen, "bucket": max(8 * (b.stop - b.start) for g in engine.rank_model.groups for b in g.buckets)}
@@ -80,8 +66,8 @@ def _count(world: World, layout: str, ring_bytes: int) -> dict[str, float]:
 def _counts(world: World, layout: str) -> list[Any]:
     counted = [_count(world, layout, 1 << 16), _count(world, layout, 1 << 62)]
     all_reduce.RING_BYTES = 1 << 16
-    plan = shardwise.plan(Wide, _batch(), loss=_loss, cluster="1xcpu-8", layout=f"{layout} precision=float64")
-    found = verify_on_rank(world, plan, Wide, _batch(), _loss)
+    plan = shardwise.plan(_wide, deep_batch(WIDTH), loss=deep_loss, cluster="1xcpu-8", layout=f"{layout} precision=float64")
+    found = verify_on_rank(world, plan, _wide, deep_batch(WIDTH), deep_loss)
     return [*counted, found is None or found.ok]
 
 

@@ -14,35 +14,16 @@ import shardwise
 from shardwise.run.verify.verify import verify_on_rank
 from shardwise.world.comm.group import Group
 from shardwise.world.world import World
+from tests.support.equal_layers import DEPTH, LAYER, WIDTH, Deep, deep_batch, deep_loss
 
-WIDTH, DEPTH = 16, 4
-SIZE = 8 * DEPTH * (WIDTH * WIDTH + WIDTH)
-
-
-class Deep(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def _batch() -> tuple[torch.Tensor]:
-    return (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
-
-
-def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    return output
+SIZE = 8 * DEPTH * LAYER
 
 
 def _counted(world: World, layout: str) -> dict[str, Any]:
     """Bytes of gradients and optimizer state of a rank, and what a step hands to collectives of groups of two, by name and stride."""
     plan = f"{layout} precision=float64"
-    engine = shardwise.parallelize(Deep, _batch(), loss=_loss, plan=plan, seed=0, world=world, optimizer={"clip": 0.1})
-    engine.step(_batch())
+    engine = shardwise.parallelize(Deep, deep_batch(), loss=deep_loss, plan=plan, seed=0, world=world, optimizer={"clip": 0.1})
+    engine.step(deep_batch())
     sent: Counter[str] = Counter()
     for name, counted in (("all_reduce", 0), ("reduce_scatter_into", 1), ("all_gather_into", 0)):
         real = getattr(Group, name)
@@ -53,7 +34,7 @@ def _counted(world: World, layout: str) -> dict[str, Any]:
             return real(self, *args, **kwargs)
 
         setattr(Group, name, wrapped)
-    engine.step(_batch())
+    engine.step(deep_batch())
     state = sum(x.nbytes for x in engine._optimizer.state_tensors() if x.numel() > 1)
     gradients = sum(group.grad.untyped_storage().nbytes() for group in engine.rank_model.groups)
     return {"sent": dict(sent), "state": state, "gradients": gradients}
@@ -68,19 +49,19 @@ def _verified(world: World, layouts: tuple[str, ...], breaks: bool = False) -> l
         shardwise.run.gradients.gradient_reducer.GradientScatterer.wait = _spoiled  # type: ignore[method-assign]
     found = []
     for layout in layouts:
-        plan = shardwise.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-8", layout=f"{layout} precision=float64")
-        one = verify_on_rank(world, plan, Deep, _batch(), _loss)
+        plan = shardwise.plan(Deep, deep_batch(), loss=deep_loss, cluster="1xcpu-8", layout=f"{layout} precision=float64")
+        one = verify_on_rank(world, plan, Deep, deep_batch(), deep_loss)
         found.append(one is None or one.ok)
     return found
 
 
 def _trained(world: World, layout: str, folder: str, steps: int, saves: bool) -> Any:
     plan = f"{layout} precision=float64"
-    engine = shardwise.parallelize(Deep, _batch(), loss=_loss, plan=plan, seed=0, world=world, optimizer={"clip": 0.1})
+    engine = shardwise.parallelize(Deep, deep_batch(), loss=deep_loss, plan=plan, seed=0, world=world, optimizer={"clip": 0.1})
     if not saves:
         engine.load(folder)
     for _ in range(steps):
-        engine.step(_batch())
+        engine.step(deep_batch())
     if saves:
         engine.save(folder)
     return engine.full_state_dict()
@@ -157,8 +138,8 @@ def _verified_along(world: World) -> list[bool]:
     sequence, image = (torch.randn(*shape, generator=numbers) for shape in ((8, 8, WIDTH), (8, 3, 8, 8)))
     found = []
     for model, batch, axes in ((Attends, (sequence,), "context=2 zero=3"), (Convolves, (image,), "spatial=2 zero=2")):
-        plan = shardwise.plan(model, batch, loss=_loss, cluster="1xcpu-8", layout=f"data=4 {axes} shard=2 precision=float64")
-        one = verify_on_rank(world, plan, model, batch, _loss)
+        plan = shardwise.plan(model, batch, loss=deep_loss, cluster="1xcpu-8", layout=f"data=4 {axes} shard=2 precision=float64")
+        one = verify_on_rank(world, plan, model, batch, deep_loss)
         found.append(one is None or one.ok)
     return found
 

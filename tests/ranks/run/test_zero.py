@@ -19,35 +19,12 @@ from shardwise.run.residency.weight_gatherer import WeightGatherer
 from shardwise.run.verify.verify import Options, verify_on_rank
 from shardwise.schedules.lower import gather_weights, reduce_gradients
 from shardwise.world.world import Group, World
-
-WIDTH, DEPTH = 16, 4
-LAYER = WIDTH * WIDTH + WIDTH
-
-
-class Deep(torch.nn.Module):
-    """Equal layers, so that what one, two or all of them hold is easy to tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def _batch() -> tuple[torch.Tensor]:
-    return (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64),)
-
-
-def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
-    return output
+from tests.support.equal_layers import DEPTH, LAYER, Deep, deep_batch, deep_loss
 
 
 def _engine(world: World, layout: str) -> Any:
     return shardwise.parallelize(
-        Deep, _batch(), loss=_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer={"clip": 0.1}
+        Deep, deep_batch(), loss=deep_loss, plan=f"{layout} precision=float64", seed=0, world=world, optimizer={"clip": 0.1}
     )
 
 
@@ -72,10 +49,10 @@ def _step(world: World, layout: str) -> dict[str, Any]:
         most[0] = max(most[0], self.gathered_bytes)
 
     WeightGatherer.enter_layer = entering  # type: ignore[method-assign]
-    engine.step(_batch())
+    engine.step(deep_batch())
     before = dict(sent)
     sent.clear()
-    engine.step(_batch())
+    engine.step(deep_batch())
     groups = engine.rank_model.groups
     kept = {
         "data": sum(g.data.untyped_storage().nbytes() for g in groups),
@@ -111,7 +88,7 @@ def _trained(world: World, layout: str, folder: str, steps: int, save: bool) -> 
     if not save:
         engine.load(folder)
     for _ in range(steps):
-        engine.step(_batch())
+        engine.step(deep_batch())
     if save:
         engine.save(folder)
     return engine.full_state_dict()
@@ -146,10 +123,9 @@ def _spoiled(world: World, kind: str) -> Any:
                 self._open.pop(number)
 
         GradientScatterer._scatter = once  # type: ignore[method-assign]
-    found = verify_on_rank(
-        world, shardwise.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout="data=2 zero=3 microbatches=2 precision=float64"),
-        Deep, _batch(), _loss,
-    )  # fmt: skip
+    layout = "data=2 zero=3 microbatches=2 precision=float64"
+    plan = shardwise.plan(Deep, deep_batch(), loss=deep_loss, cluster="1xcpu-2", layout=layout)
+    found = verify_on_rank(world, plan, Deep, deep_batch(), deep_loss)
     return None if found is None else found.ok
 
 
@@ -172,8 +148,8 @@ def test_weights_that_are_not_whole_are_not_handed_out(ranks: Callable[..., list
 
 def _by_program(world: World, layout: str, how: str) -> Any:
     """Verify a plan whose program says when weights are gathered and gradients reduced; also the bytes that one step scatters."""
-    plan = shardwise.plan(Deep, _batch(), loss=_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64")
-    parts = Engine(plan, Deep, _batch(), _loss, world, seed=0).rank_model
+    plan = shardwise.plan(Deep, deep_batch(), loss=deep_loss, cluster="1xcpu-2", layout=f"{layout} precision=float64")
+    parts = Engine(plan, Deep, deep_batch(), deep_loss, world, seed=0).rank_model
     bare, size = parts.program, 8 * sum(spec.size for spec in parts.local_parameters.values())
     program = {
         "gather": lambda: gather_weights(bare),
@@ -188,7 +164,7 @@ def _by_program(world: World, layout: str, how: str) -> Any:
 
     Group.reduce_scatter_into = counted  # type: ignore[method-assign]
     own = replace(plan, layout=plan.layout.with_schedule("own.txt", str(program)))
-    found = verify_on_rank(world, own, Deep, _batch(), _loss, options=Options(steps=1))
+    found = verify_on_rank(world, own, Deep, deep_batch(), deep_loss, options=Options(steps=1))
     return None if found is None else [found.ok, str(found), sent[0] / size]
 
 

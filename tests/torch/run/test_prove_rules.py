@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
-from torch import Tensor
 
 from shardwise.run.prove import prove as _  # noqa: F401 - registers the rules
 from shardwise.run.prove import rules
@@ -24,6 +23,7 @@ from shardwise.run.prove.field_tensor import (
     zeros_of,
 )
 from shardwise.run.prove.finite_field import P, constant_of
+from tests.support.whole_numbers import check_on_whole_numbers
 
 WINDOWS: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "max_pool2d": ((2, 3, 7, 5), partial(functional.max_pool2d, kernel_size=3, stride=2, padding=1)),
@@ -57,26 +57,9 @@ WINDOWS: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
 }
 
 
-def values_and_gradient(f: Callable[[Any], Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a function's values, and the gradient of their sum weighted by 1, 2, ..."""
-    x = x.detach().requires_grad_()
-    y = f(x)
-    weights = torch.arange(1, y.numel() + 1).reshape(y.shape)
-    (y * weights).sum().backward()
-    assert x.grad is not None
-    return y.detach(), x.grad
-
-
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_equal_torch_on_whole_numbers(name: str) -> None:
-    shape, f = WINDOWS[name]
-    x = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(0)).double()
-    with FieldMode():  # type: ignore[no-untyped-call]
-        values, gradient = values_and_gradient(f, lift_constants(x.clone()))
-    expected_values, expected_gradient = values_and_gradient(f, x)
-    assert have_equal_numbers(lift_constants(values), lift_constants(expected_values))
-    assert have_equal_numbers(lift_constants(gradient), lift_constants(expected_gradient))
-    assert not have_equal_numbers(lift_constants(values), lift_constants(expected_values * (1 + 1e-15)))
+    check_on_whole_numbers(*WINDOWS[name])
 
 
 def test_exponents_do_not_depend_on_how_a_sum_is_split() -> None:

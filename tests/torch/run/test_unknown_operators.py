@@ -16,9 +16,9 @@ from torch.nn import functional
 import shardwise
 from shardwise.run.prove import ctc_rules, operator_trials, rank_threads
 from shardwise.run.prove import prove as _rules  # noqa: F401 - registers the rules
-from shardwise.run.prove.field_tensor import FieldMode, NotProvable, have_equal_numbers, lift_constants, random_numbers
+from shardwise.run.prove.field_tensor import NotProvable, have_equal_numbers, random_numbers
 from shardwise.run.prove.proof import Proof
-from tests.torch.run.test_prove_rules import values_and_gradient
+from tests.support.whole_numbers import check_on_whole_numbers
 
 
 @torch.library.custom_op("tests::softmax_of_rows", mutates_args=())
@@ -137,14 +137,7 @@ WHOLE: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_operators_equal_torch_on_whole_numbers(name: str) -> None:
-    shape, f = WHOLE[name]
-    x = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(0)).double()
-    with FieldMode():  # type: ignore[no-untyped-call]
-        values, gradient = values_and_gradient(f, lift_constants(x.clone()))
-    expected_values, expected_gradient = values_and_gradient(f, x)
-    assert have_equal_numbers(lift_constants(values), lift_constants(expected_values))
-    assert have_equal_numbers(lift_constants(gradient), lift_constants(expected_gradient))
-    assert not have_equal_numbers(lift_constants(values), lift_constants(expected_values * (1 + 1e-15)))
+    check_on_whole_numbers(*WHOLE[name])
 
 
 class Speech(nn.Module):
