@@ -25,11 +25,6 @@ def check_layout(layout: Layout, cluster: Cluster, batch_size: int) -> None:
             f"{layout}: a replica's microbatches of {sizes[-1] // layout.data} samples do not divide among tensor={layout.tensor} ranks, "
             "over which sample_parallel=on may cut them; use fewer microbatches, fewer tensor ranks, or leave sample_parallel out"
         )
-    if layout.sample_parallel == "on" and layout.expert > 1:  # some layers sum rows of other samples
-        raise LayoutError(
-            f"expert={layout.expert} with sample_parallel=on is not supported: rows of experts and rows that tensor ranks share may lie in "
-            "another order; leave sample_parallel out"
-        )
     if layout.threads and not cluster.kind.shares_hosts:
         raise LayoutError(
             f"threads={layout.threads}: threads are of processors' cores, and {cluster.name} has {cluster.device.name}; leave it out"

@@ -34,12 +34,6 @@ def verified(name: str, layout: str, batch: int = 8, **options: Any) -> Verifica
     return shardwise.verify(model.make, layout, model.batch(batch), loss=model.loss, cut_everything=True, **options)
 
 
-def test_experts_beside_samples_cut_over_tensor_ranks_are_refused_by_name() -> None:
-    """A random graph without a limit of tokens differed there (proven and verified)."""
-    with pytest.raises(LayoutError, match="expert=2 with sample_parallel=on is not supported"):
-        verified(GSHARD + ",capacity=2", "data=2 expert=2 tensor=2 sample_parallel=on")
-
-
 @pytest.mark.parametrize(
     ("more", "layout"),
     [
@@ -49,6 +43,7 @@ def test_experts_beside_samples_cut_over_tensor_ranks_are_refused_by_name() -> N
         (",capacity=2", "data=4 expert=2 zero=2 microbatches=2"),
         (",capacity=2", "data=2 expert=2 tensor=2"),
         (",capacity=2", "data=2 expert=2 tensor=2 sequence_parallel=on"),
+        (",capacity=2", "data=2 expert=2 tensor=2 sample_parallel=on"),
         (",capacity=2", "data=2 expert=2 pipeline=2 microbatches=2 schedule=zb-h1 zero=1"),
         (",capacity=2", "data=4 expert=2 tensor=2 zero=1 recompute=full"),
         (",capacity=2", "data=2 expert=2 recompute=selective offload=all"),

@@ -85,3 +85,14 @@ def test_a_run_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asked == [1, 2, 3]
     assert [pair.graph for pair in load_pairs(Path(file))] == [1, 2, 3]
     assert "3 pairs of 3 graphs: 2 equal, 1 differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("graph", "variant"), [(80096, 20), (80098, 32)])
+def test_experts_that_are_sent_tokens_are_not_cut_again_by_expert(graph: int, variant: int) -> None:
+    """expert=2 beside tensor ranks that may cut samples: the rows of one expert, cut over both by expert, were summed twice."""
+    subject = RandomSubject.build(graph)
+    one = example(graph, variant, subject)
+    assert one.plan.layout.expert == 2
+    assert one.plan.layout.sample_parallel == "on"
+    assert prove_example(one, subject) == ("equal", "")
+    assert not verify_in_threads(one)

@@ -216,6 +216,7 @@ class AxisProblem(AxisValues):
         if (
             number < self.n
             or not (sends or self.cuts_weights)
+            or op.name in self.other_axes.sent_operators  # tokens are sent to one rank for each expert
             or any((v, 0) in self.replicated_expert_rows for v in (*op.inputs, *op.outputs))
         ):
             return []

@@ -65,6 +65,7 @@ class OtherAxes:
     num_ranks: int = 1  # along earlier axes, to scale bytes and FLOPs of values that follow the samples
     num_replicas: int = 1  # of these, those that each have all values that do not follow the samples
     has_resharding_axis: bool = False  # whether an axis shards weights' shards again
+    sent_operators: frozenset[str] = frozenset()  # of experts, to whose ranks an earlier axis sends tokens
 
 
 class AxisValues:

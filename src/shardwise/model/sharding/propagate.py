@@ -32,6 +32,7 @@ from shardwise.model.sharding.axis_search import solve_axis
 from shardwise.model.sharding.axis_values import FixedShards, OtherAxes
 from shardwise.model.sharding.branch_owners import OwnedBranches, assign_owners
 from shardwise.model.sharding.sharding import BranchOwners, Prices, Redistribution, Sharding, Shards, redistribution_collectives
+from shardwise.ops.experts import EXPERT
 from shardwise.plan.ir.axis import RING, ULYSSES_RING, Axis, attention_kind, axis_of, explain_unshardable
 from shardwise.plan.ir.choice import AUTO
 from shardwise.plan.ir.placement import D, P, Placement, R, has_partial_gradient, has_single_owner, is_disjoint_shard, is_halo, is_shard
@@ -152,7 +153,9 @@ def _other_axes(
     taken = {v: decided.taken_dims.get(v, set()) | reserved.get(v, set()) for v in (*decided.taken_dims, *reserved)}
     replicas = prod(sizes[a] for a in earlier if not axis_of(a).shards_weights)
     reshards = any(axis_of(a).may_reshard for a in order if axis_of(a).shards_weights)
-    return OtherAxes(taken, nested_shards, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in earlier), replicas, reshards)
+    sending = [a for a in earlier if axis_of(a).shards_experts]
+    sent = frozenset(name for name, labels in decided.labels.items() if any(labels.get(a) == EXPERT for a in sending))
+    return OtherAxes(taken, nested_shards, kernels, sliced, pinned, bool(later), prod(sizes[a] for a in earlier), replicas, reshards, sent)
 
 
 def _check_axis(problem: AxisProblem, sizes: Mapping[str, int]) -> None:
