@@ -232,12 +232,18 @@ def test_an_interrupt_saves_and_leaves_nobody(config: Path, tmp_path: Path) -> N
     assert not left
 
 
-def test_told_to_stop_it_saves_and_says_that_it_can_go_on(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_told_to_stop_it_saves_and_says_that_it_can_go_on(config: Path, tmp_path: Path, whole_group: bool) -> None:
     words = [*SHARDWISE, "train", str(config), "steps=100000", "--json"]
-    launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment())
+    launcher = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(), start_new_session=True
+    )
     try:
         wait_for(tmp_path / "runs" / "config" / "metrics.jsonl", 2)
-        launcher.send_signal(signal.SIGTERM)
+        if whole_group:
+            os.killpg(launcher.pid, signal.SIGTERM)
+        else:
+            launcher.send_signal(signal.SIGTERM)
         out, err = launcher.communicate(timeout=TIMEOUT_S)
     finally:
         launcher.kill()

@@ -561,6 +561,17 @@ def test_a_terminal_that_says_twice_that_it_is_gone_lets_ranks_save(tmp_path: Pa
     assert (tmp_path / "found").read_text() == "['saved', 'saved']"
 
 
+def test_a_signal_to_every_process_lets_ranks_save(tmp_path: Path) -> None:
+    """As batch systems send it: the process that forks ranks does not end, which would end the ranks."""
+    process, pids = start_launcher(tmp_path, grace_s=30.0, forked=False)
+    for pid in (process.pid, *pids):
+        os.kill(pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said.decode()
+    assert (tmp_path / "found").read_text() == "['saved', 'saved']"
+    assert not gone(lambda: alive(pids), 1.0)
+
+
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, b"stopped by SIGTERM"), (signal.SIGINT, b"KeyboardInterrupt")])
 def test_a_signal_without_grace_ends_ranks_at_once(tmp_path: Path, number: signal.Signals, said: bytes) -> None:
     process, pids = start_launcher(tmp_path)

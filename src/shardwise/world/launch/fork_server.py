@@ -31,7 +31,7 @@ from shardwise.world.launch.prepared_rank import (
     PreparedCall,
     apply_settings,
     die_with_parent,
-    ignore_terminal_signals,
+    ignore_stop_signals,
     import_function,
     load_call,
     run_rank,
@@ -136,7 +136,7 @@ def _serve_with_replacement(task: LaunchSpec, events: socket.socket, lifeline: i
     """Serve one launch with replacement of failed ranks until the launcher closes the socket, and end this process."""
     try:
         die_with_parent(parent)
-        ignore_terminal_signals()
+        ignore_stop_signals()
         launch = _Launch(task, events, lifeline, terminal, selectors.DefaultSelector(), memory_files=create_memory_files(task.num_ranks))
         launch.send_event(nest=os.getpid())
         launch.call = _prepare_call(task)
@@ -199,7 +199,7 @@ def _reap_child(selector: selectors.BaseSelector, descriptor: int, pid: int, on_
 def main() -> None:
     """Run the process: arguments are the descriptors `control` and `lifeline`, then modules to import beforehand."""
     control, lifeline, *modules = sys.argv[1:]
-    ignore_terminal_signals()
+    ignore_stop_signals()
     for module in modules:
         __import__(module)
     serve_launches(socket.socket(fileno=int(control)), int(lifeline))

@@ -99,9 +99,12 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def ignore_terminal_signals() -> None:
-    """Ignore Ctrl-C and terminal signals, which reach every process of a terminal: only the launcher handles them."""
-    for number in (signal.SIGINT, *STOP_SIGNALS):
+def ignore_stop_signals() -> None:
+    """Ignore SIGTERM, Ctrl-C and terminal signals, which may reach every process of a group: only the launcher handles them.
+
+    A process that only forks ranks would take them down with it; it ends when the launcher does.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -125,8 +128,8 @@ def run_rank(
     """
     try:
         die_with_parent(parent)
-        ignore_terminal_signals()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ignore_stop_signals()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the first access to `World.stopping`
         _redirect_output(task, rank, terminal)
         _run_function(task, rank, lifeline, prepared_call, memory)
     finally:  # a forked rank must never continue its parent's work

@@ -199,6 +199,8 @@ class _Supervisor:
             if not self.failures:
                 self._check_living_ranks(now)
         if self.failures:
+            if any(self._is_told_to_stop(code) for code in self.ended.values()):
+                raise stop_error(self.stops, self.grace_s)
             raise _first_cause(self.failures, self.ended, self.record.statuses(), self.folder, self.is_output_shown)
         return [encoding.load((self.folder / f"result-{rank}").read_bytes()) for rank in range(num_ranks)]
 
@@ -208,7 +210,7 @@ class _Supervisor:
 
     def _on_exit(self, rank: int, code: int) -> None:
         failure = _failure_of_rank(self.folder, rank, code)
-        if failure is not None and self.recovery is not None and self._is_replaceable(failure):
+        if failure is not None and self.recovery is not None and self._is_replaceable(failure) and not self._is_told_to_stop(code):
             (self.folder / f"failure-{rank}").unlink(missing_ok=True)
             done = [max((side for side in pair if side is not None), default=-1) for pair in self.record.snapshot_steps()]
             self._advance(RankEnded(rank, f"rank {rank} {failure.message}", min(done), self.recovery.num_saved_steps()))
@@ -222,6 +224,10 @@ class _Supervisor:
         """Return whether to replace a rank with this failure: one that was killed, not one that failed by its own error."""
         returned = any(code == 0 for code in self.ended.values())
         return (failure.has_no_report or failure.is_peer_loss) and not (self.failures or returned)
+
+    def _is_told_to_stop(self, code: int) -> bool:
+        """Return whether a rank that ended with `code` was ended by a signal to all processes of the run, before it handled it."""
+        return self.stops.count > 0 and code == -signal.SIGTERM
 
     def _check_living_ranks(self, now: float) -> None:
         """Check the living ranks for hangs."""
