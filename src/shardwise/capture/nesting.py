@@ -179,7 +179,7 @@ def is_literal_value(leaf: Any) -> bool:
 class BatchSignature:
     """The signature of a batch that a capture depends on: its tensors, their shapes except the number of samples, and all other values.
 
-    `tensors`: by path, whether dimension 0 is samples, the other sizes, the kind of dtype (all floating point dtypes are one kind).
+    `tensors`: by path, whether dimension 0 is samples, the other sizes, the dtype.
     `fixed`: leaves that are no tensors, except None, which equals a missing leaf.
 
     >>> a, b = ((torch.zeros(4, 3), None), (torch.zeros(2, 3),))
@@ -202,8 +202,7 @@ class BatchSignature:
         for path, leaf in leaves.by_path.items():
             if path in leaves.tensors:
                 batched = leaf.dim() > 0 and leaf.shape[0] == samples
-                kind = "float" if leaf.is_floating_point() else str(leaf.dtype)
-                tensors[path] = batched, tuple(leaf.shape[batched:]), kind
+                tensors[path] = batched, tuple(leaf.shape[batched:]), str(leaf.dtype)
             elif leaf is not None:
                 fixed[path] = leaf
         return cls(tensors, fixed)

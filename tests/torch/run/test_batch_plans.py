@@ -23,9 +23,9 @@ class Regression(nn.Module):
         return ((self.layers(x["a"]).squeeze(-1) - y) ** 2 * scale).mean()
 
 
-def _batch(rows: int, scale: float | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _batch(rows: int, scale: float | None = None) -> dict[str, Any]:
     torch.manual_seed(rows)
-    batch: dict[str, Any] = {"x": {"a": torch.randn(rows, 3, dtype=dtype)}, "y": torch.randn(rows)}
+    batch: dict[str, Any] = {"x": {"a": torch.randn(rows, 3)}, "y": torch.randn(rows)}
     return batch if scale is None else batch | {"scale": scale}
 
 
@@ -72,11 +72,19 @@ def test_kept_plans_compute_what_new_ones_do(plan: str) -> None:
     assert all(torch.equal(p, second[name]) for name, p in first.items())
 
 
-def test_another_dtype_is_converted() -> None:
-    engine = _engine("data=1")
-    losses = [engine.forward_backward(_batch(8, dtype=dtype)).losses[0] for dtype in (torch.float32, torch.float64, torch.float64)]
-    assert losses[1].dtype == torch.float32
-    assert torch.equal(losses[1], losses[2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_dtype_is_computed_as_by_the_serial_model(dtype: torch.dtype) -> None:
+    """Targets promote what they meet; what a linear layer does not take, it does not take."""
+    engine, model = _engine("data=1"), Regression()
+    model.load_state_dict(engine.full_state_dict())
+    batch = _batch(8)
+    engine.forward_backward(batch)
+    wide = batch | {"y": batch["y"].to(dtype)}
+    (loss,), expected = engine.forward_backward(wide).losses, model(**wide)
+    assert loss.dtype == expected.dtype
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0.0)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        engine.forward_backward(batch | {"x": {"a": batch["x"]["a"].to(dtype)}})
 
 
 def test_an_object_in_a_batch_is_no_key() -> None:
