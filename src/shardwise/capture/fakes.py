@@ -41,7 +41,7 @@ from shardwise.errors import ModelError
 __all__ = [
     "DATA_DEPENDENT_ERRORS", "DETECT_CAUSAL_MASK", "DEVICE_INIT", "FAKE_TENSOR_ERRORS", "LSTM_LAYER", "MODULE_APPLY", "NAMES",
     "NO_STACK_TRACES", "TORCH_ASSERT", "VALIDATE_ARGS", "DispatchMode", "Fake", "FakeMode", "HostFakeMode", "assume_in_trace",
-    "clear_fake_tensor_memo", "decompositions", "fake_copy", "fake_mode", "for_real", "fx_config", "patched_attribute",
+    "clear_fake_tensor_memo", "decompositions", "device_fake_mode", "fake_copy", "fake_mode", "for_real", "fx_config", "patched_attribute",
     "set_original", "silence_fake_tensor_log", "transformer", "tree_flatten", "tree_map", "written_arguments",
 ]  # fmt: skip
 
@@ -107,6 +107,11 @@ def assume_in_trace(holds: bool | torch.SymBool) -> None:
 def fake_mode() -> FakeTensorMode:
     """Make a new fake mode: fake tensors of two modes cannot be mixed in one operator."""
     return HostFakeMode(allow_non_fake_inputs=True)
+
+
+def device_fake_mode() -> FakeTensorMode:
+    """Make a new fake mode for tensors of any device, which needs no such device: torch's own, so not for a process that is to fork."""
+    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -7,23 +7,31 @@ label, the site of its draw; and it emits calls under the autocast with which th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardwise.lower.kernels.halo import WindowShard, apply_windows
 from shardwise.lower.kernels.randomness import DrawSite
 from shardwise.lower.kernels.sample_positions import DrawnShard
 from shardwise.lower.kernels.scaled import scaled_linear, supports_scaled_product
 from shardwise.lower.kernels.statistics import StatisticsGroups
-from shardwise.lower.lowering import Lowering, Nodes, bind_named, called_function, inner_group_name, outer_group_name, torch_operator
+from shardwise.lower.lowering import Lowering, Nodes, bind_named, inner_group_name, outer_group_name
+from shardwise.lower.torch_calls import (
+    call_in_full_precision,
+    call_in_operand_dtype,
+    call_under_autocast,
+    called_function,
+    lower_argument,
+    torch_operator,
+)
 from shardwise.model.batch.random_draws import drawn_shape
 from shardwise.model.dims.fused_dims import find_fused_dims
-from shardwise.model.graph import Arg, Operator, Ref, Word
+from shardwise.model.graph import Operator
 from shardwise.model.graph import Tensor as Spec
 from shardwise.model.sharding.convolution_as_product import is_run_as_product, local_operand_shapes
 from shardwise.model.sharding.sharding import num_exchanging_ranks, ring_operands, shard_range
@@ -103,9 +111,12 @@ class OperatorCall:
         if low.device.type == "cpu" and not op.autocast and is_run_as_product(op, low.graph.tensors, low.sharding):
             return self._as_product(*args[:3])
         device, _, dtype = op.autocast.partition(":")
-        if not device or (dtype and device != low.device.type):
+        if op.name in low.kept_operators:
+            within: Callable[..., Any] = call_in_operand_dtype
+        elif not device or (dtype and device != low.device.type):
             return self.nodes.add(target, tuple(args), kwargs)
-        within = bind_named(_call_under_autocast, device, getattr(torch, dtype)) if dtype else _full_precision
+        else:
+            within = bind_named(call_under_autocast, device, getattr(torch, dtype)) if dtype else call_in_full_precision
         if isinstance(target, FunctionType) or dtype:  # no operator, so generated code cannot name it
             called = bind_named(within, target)
             called.__name__ = called.__qualname__ = target.__name__.partition(".")[0]  # recompute matches operators by name
@@ -283,34 +294,7 @@ class OperatorCall:
         return DrawSite(low.operator_index[self.op.name], part, number, place, getattr(torch, output.dtype))
 
 
-def lower_argument(arg: Arg, nodes: Iterator[Any], device: torch.device) -> Any:
-    """Return an argument of an operator for torch. `nodes`: nodes of its input tensors, in order."""
-    if isinstance(arg, Ref):
-        return next(nodes)
-    if isinstance(arg, tuple):
-        return [lower_argument(a, nodes, device) for a in arg]
-    if isinstance(arg, Word):
-        return device if arg.kind == "device" else getattr(torch, arg.name)
-    return arg
-
-
-def _call_under_autocast(device: str, dtype: torch.dtype, target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(device, dtype):
-        return target(*args, **kwargs)
-
-
-def _full_precision(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        return target(*args, **kwargs)
-
-
-def function_called_by(node: fx.Node) -> Callable[..., Any]:
-    """Return the operator or function that a node calls, without bound arguments and autocast regions."""
-    target: Any = node.args[0] if node.target is _full_precision else node.target
-    return called_function(target)
-
-
 def runs_under_ambient_autocast(node: fx.Node) -> bool:
     """Return whether a node calls an operator of torch's under the autocast of its stage, and not under one of its own."""
     target: Any = node.target
-    return target is not _full_precision and (private.is_operator(target) or called_function(target) is scaled_dot_product_attention)
+    return target is not call_in_full_precision and (private.is_operator(target) or called_function(target) is scaled_dot_product_attention)

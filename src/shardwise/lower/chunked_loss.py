@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from shardwise.errors import LayoutError
 from shardwise.lower.kernels.chunked_loss import ChunkedLossCall, Step, compute_chunked_loss
 from shardwise.lower.kernels.vocabulary import cross_entropy
-from shardwise.lower.lowering import bind_named, called_function
+from shardwise.lower.lowering import bind_named
 from shardwise.lower.redistribute import redistribute
+from shardwise.lower.torch_calls import called_function
 from shardwise.model.chunked_loss import ROW_VIEWS, ChunkableLoss, keeps_rows
 from shardwise.model.graph import Operator
 from shardwise.ops import record_of_target

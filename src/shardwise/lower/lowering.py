@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from shardwise.lower.device_dtypes import DeviceDtypes, find_device_dtypes
 from shardwise.lower.kernels.paged import PagedCache
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.redistribute import redistribute
+from shardwise.lower.torch_calls import called_function
 from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.dims.labels import num_units_by_dim
@@ -140,11 +142,34 @@ class Lowering:
 
     @cached_property
     def _narrow_values(self) -> frozenset[str]:
-        """Values that autocast narrows. GPUs have other lists; values not known to be narrow keep their traced dtype."""
-        if not self.precision.product_dtype or self.device.type != "cpu":
-            return frozenset()
-        casted = apply_autocast(self.graph, self._held_narrow).tensors
-        return frozenset(value for value, t in casted.items() if t.dtype != self.graph.tensors[value].dtype)
+        """Values that autocast narrows. GPUs have other lists of operators: there torch's own autocast must agree. Values not known to be
+        narrow are sent in their traced dtype."""
+        traced, found = self.graph.tensors, self._on_device
+        narrow = {value for value, dtype in self._on_processors.items() if dtype.itemsize < getattr(torch, traced[value].dtype).itemsize}
+        if found is None:
+            return frozenset(narrow if self.device.type == "cpu" else ())
+        return frozenset(value for value in narrow if found.dtypes[value] == self._on_processors[value])
+
+    @cached_property
+    def _on_processors(self) -> dict[str, torch.dtype]:
+        """Dtypes of values under the autocast of processors; none where nothing is cast."""
+        if not self.precision.product_dtype:
+            return {}
+        traced, casted = self.graph.tensors, apply_autocast(self.graph, self._held_narrow).tensors
+        narrow = self.precision.product_dtype
+        return {value: getattr(torch, t.dtype if t.dtype == traced[value].dtype else narrow) for value, t in casted.items()}
+
+    @cached_property
+    def _on_device(self) -> DeviceDtypes | None:
+        """Dtypes of values under another device's autocast."""
+        if self.device.type == "cpu" or not self.precision.product_dtype or not torch.amp.is_autocast_available(self.device.type):
+            return None
+        return find_device_dtypes(self.graph, self._on_processors, self.precision, self.device)
+
+    @property
+    def kept_operators(self) -> frozenset[str]:
+        """Names of the operators that run in their operands' dtype, which autocast on this device would cast to float32."""
+        return self._on_device.kept_operators if self._on_device is not None else frozenset()
 
     @cached_property
     def operator_index(self) -> dict[str, int]:
@@ -179,11 +204,6 @@ class Nodes:
         return added
 
 
-def torch_operator(target: str) -> Callable[..., Any]:
-    namespace, packet, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
-
-
 def bind_named(function: Callable[..., Any], *first: Any, **named: Any) -> Callable[..., Any]:
     """Bind arguments as `functools.partial` does, with a name that fx can write into generated code. `bound`: those by name."""
 
@@ -194,11 +214,6 @@ def bind_named(function: Callable[..., Any], *first: Any, **named: Any) -> Calla
     bound.__module__ = function.__module__
     bound.__dict__.update(bound=named, called=called_function(function))
     return bound
-
-
-def called_function(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that bound arguments are added to."""
-    return getattr(target, "called", target)
 
 
 def wait_for_constant(arrival: PendingConstants, x: Tensor) -> Tensor:

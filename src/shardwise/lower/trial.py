@@ -22,14 +22,15 @@ from torch import Tensor, fx
 
 from shardwise.capture.fakes import DATA_DEPENDENT_ERRORS, FAKE_TENSOR_ERRORS, fake_mode, silence_fake_tensor_log
 from shardwise.errors import ShardwiseError
-from shardwise.lower.call import OperatorCall, lower_argument
+from shardwise.lower.call import OperatorCall
 from shardwise.lower.kernels.randomness import DrawState
-from shardwise.lower.lowering import Lowering, Nodes, groups_of, torch_operator
+from shardwise.lower.lowering import Lowering, Nodes, groups_of
 from shardwise.lower.operator_lowering import lower_operator
+from shardwise.lower.torch_calls import describe_constants, lower_argument, torch_operator
 from shardwise.model.dims.expert_rows import expert_rows
 from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.gradients import values_needing_gradient
-from shardwise.model.graph import Arg, Graph, Operator, Ref, writes_buffer
+from shardwise.model.graph import Graph, Operator, writes_buffer
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.ops import is_elementwise, is_random, record_of
 from shardwise.ops.vocabulary import LoweringKind, MatmulKind
@@ -260,19 +261,14 @@ class _ShardedCall:
         whole = tuple(tensors[v].shape for v in (*op.inputs, *op.outputs))
         signature = (
             op.target,
-            _constants_of(op.args),
-            _constants_of(tuple(value for _, value in op.kwargs)),
+            describe_constants(op.args),
+            describe_constants(tuple(value for _, value in op.kwargs)),
             op.autocast,
             whole,
             repr(rows),
             tuple(labels.items()),
         )
         return cls(inputs, tuple(dtypes), outputs, (signature, inputs, tuple(dtypes), tuple(at[a] for a in axes) if special else ()))
-
-
-def _constants_of(arguments: tuple[Arg, ...]) -> str:
-    """Return an operator's arguments as text, without the names of its operands."""
-    return repr([_constants_of(a) if isinstance(a, tuple) else "" if isinstance(a, Ref) else a for a in arguments])
 
 
 def _run_nodes(graph: fx.Graph, inputs: Sequence[Tensor], result: fx.Node) -> list[Tensor]:

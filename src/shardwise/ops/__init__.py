@@ -29,7 +29,7 @@ from shardwise.ops.pointwise import elementwise_rule_of_shapes
 from shardwise.ops.record import Op, RuleOfTensors, Shape
 from shardwise.ops.rule import BLOCKED, HALO, Labels, Rule, parse, restrict_rule
 from shardwise.ops.sliding_window import Window
-from shardwise.ops.vocabulary import CostKind, Linearity, LoweringKind, MatmulKind
+from shardwise.ops.vocabulary import AutocastPolicy, CostKind, Linearity, LoweringKind, MatmulKind
 from shardwise.plan.ir.placement import D, P, Placement, R, is_shard
 
 __all__ = [
@@ -64,6 +64,12 @@ def record_of_target(target: str) -> Op:
 def record_of(op: Operator) -> Op:
     """Return the record of an operator call."""
     return record_of_target(op.target)
+
+
+def autocast_policy(op: Operator, tensors: Mapping[str, Tensor]) -> AutocastPolicy:
+    """Return what autocast does with an operator call."""
+    policy = record_of(op).autocast
+    return policy if isinstance(policy, AutocastPolicy) else policy(op, tensors)
 
 
 def rule_of(op: Operator, tensors: Mapping[str, Tensor]) -> Rule | None:

@@ -79,7 +79,7 @@ OPS = (
     Op("where", elementwise_rule, linear=_where_linear_in, backward=Backward(integer_inputs, GradientMemory.BROADCAST)),
     Op(
         "masked_fill", elementwise_rule, linear=_masked_fill_linear_in, output=Output(mask=MaskPredicate.MASKED_FILL),
-        backward=SAVES_INTEGERS,
+        backward=SAVES_INTEGERS, autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op("relu reciprocal", elementwise_rule, backward=Backward(first_output)),
     Op("exp sigmoid sqrt tanh", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(first_output, conjugates_saved=True)),
@@ -89,7 +89,7 @@ OPS = (
     Op("gelu", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(transpose_copies=2.0)),
     Op("pow", elementwise_rule, kind=CostKind.ACTIVATION, backward=Backward(temporaries=2.0)),
     Op("abs absolute", elementwise_rule, backward=Backward(temporaries=1.0)),
-    Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast=AutocastPolicy.FIRST_OPERAND),
+    Op("prelu", ("n c s*, c -> n c s*", "n c s*, !c -> n c s*"), autocast=AutocastPolicy.LOW_PRECISION),
     Op("to", _cast_rule, linear=Linearity.JOINT, view=View(ViewKind.CAST), backward=Backward(integer_inputs, num_differentiable=1)),
     Op("_to_copy", elementwise_rule, linear=Linearity.JOINT, view=View(ViewKind.CAST), backward=SAVES_INTEGERS),
     Op("type_as", _cast_like_rule, backward=Backward(integer_inputs, num_differentiable=1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 from shardwise.ops.operator import Operator
@@ -61,6 +62,18 @@ def _einsum_rule(op: Operator, ins: list[Shape], outs: list[Shape]) -> Rule | No
         return tuple(x if n == sizes[x] and n > 1 else BLOCKED for x, n in zip(term, shape, strict=True))
 
     return Rule(tuple(row(t, s) for t, s in zip(terms, ins, strict=True)), (row(right, outs[0]),))
+
+
+def _einsum_autocast(op: Operator, tensors: Tensors) -> AutocastPolicy:
+    """Return the policy of a product if torch contracts dimensions of two terms; it permutes, sums or multiplies elements otherwise."""
+    terms, right = _expand_equation(str(op.args[0]).replace(" ", ""), [tensors[v].shape for v in op.inputs])
+    long = Counter(x for term, v in zip(terms, op.inputs, strict=True) for x, n in set(zip(term, tensors[v].shape, strict=True)) if n > 1)
+    return AutocastPolicy.LOW_PRECISION if any(n > 1 and x not in right for x, n in long.items()) else AutocastPolicy.NONE
+
+
+def _tensordot_autocast(op: Operator, tensors: Tensors) -> AutocastPolicy:
+    """Return the policy of a product if several elements come out; torch multiplies and adds up one otherwise."""
+    return AutocastPolicy.LOW_PRECISION if tensors[op.outputs[0]].size > 1 else AutocastPolicy.NONE
 
 
 def _expand_equation(equation: str, ins: list[Shape]) -> tuple[list[str], str]:
@@ -150,7 +163,7 @@ OPS = (
     Op(
         "einsum", _einsum_rule, linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR,
         product=Product(_einsum_flops, MatmulKind.BATCHED), backward=Backward(listed_operands, gradient_dim_order=_einsum_gradient_orders),
-        autocast=AutocastPolicy.LOW_PRECISION,
+        autocast=_einsum_autocast,
     ),
     Op(
         "mv", "n k, k -> n", linear=Linearity.MULTILINEAR, reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
@@ -166,7 +179,7 @@ OPS = (
     Op("kron", _kron_rule),
     Op(
         "tensordot", _tensordot_rule, reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
-        backward=Backward(product_operands), autocast=AutocastPolicy.LOW_PRECISION,
+        backward=Backward(product_operands), autocast=_tensordot_autocast,
     ),
     Op("bilinear", "b* i, b* j, o i j, o -> b* o", reduction=Reduction.SUM, product=Product(bias=3)),
     Op("addmv", kind=CostKind.LINEAR, product=Product(_added_product_flops), backward=Backward(added_product_operands)),
@@ -174,7 +187,8 @@ OPS = (
         "_grouped_mm", "!m k, !e k n, !e -> !m n", reduction=Reduction.SUM, kind=CostKind.LINEAR, product=Product(_product_flops),
         backward=Backward(product_operands),
     ),
-    Op("addbmm linalg_vecdot", autocast=AutocastPolicy.LOW_PRECISION),
+    Op("addbmm linalg_multi_dot linalg_vecdot", autocast=AutocastPolicy.LOW_PRECISION),
+    Op("corrcoef cov", autocast=AutocastPolicy.LOW_PRECISION_OUTPUT),
     Op("cdist", "b* n !d, b* m !d -> b* n m", autocast=AutocastPolicy.FLOAT32),
     Op("_cdist_forward _euclidean_dist", "b* n !d, b* m !d -> b* n m"),
 )  # fmt: skip

@@ -29,6 +29,7 @@ Shape = tuple[int, ...]
 RuleOfShapes = Callable[[Operator, list[Shape], list[Shape]], Rule | None]
 Tensors = Mapping[str, Tensor]
 # Returns the inputs in which a call is jointly linear (None: in none), given the values that are zero.
+AutocastOfCall = Callable[[Operator, Tensors], AutocastPolicy]
 LinearInputs = Callable[[Operator, Container[str]], tuple[str, ...] | None]
 
 
@@ -187,7 +188,7 @@ class Op:
     recurrence: Recurrence | None = None
     backward: Backward = Backward()
     lowering: LoweringKind = LoweringKind.NONE
-    autocast: AutocastPolicy = AutocastPolicy.NONE
+    autocast: AutocastPolicy | AutocastOfCall = AutocastPolicy.NONE
 
     @property
     def expert_stage(self) -> LoweringKind:

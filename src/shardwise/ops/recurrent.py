@@ -111,11 +111,13 @@ def _has_dropout(op: Operator) -> bool:
     return any(isinstance(arg, float) and arg > 0 for arg in op.args)
 
 
-def _layer_record(names: str, states: int, gates: int, single: float = 0.0) -> Op:
+def _layer_record(names: str, states: int, gates: int, single: float = 0.0, keeps_state: bool = False) -> Op:
+    """Return the record of layers. `keeps_state`: under autocast the hidden state, and so the output, has the first state's dtype."""
     return Op(
         names, _layers_rule(states), along=_hidden_unit_labels(states, gates, False), kind=CostKind.RECURRENT,
         product=Product(_recurrent_flops(0)), draw=RandomDraw(_has_dropout), recurrence=Recurrence(states, serial_fraction=single),
-        backward=Backward(_saved_steps), lowering=LoweringKind.HIDDEN_UNITS, autocast=AutocastPolicy.LOW_PRECISION,
+        backward=Backward(_saved_steps), lowering=LoweringKind.HIDDEN_UNITS,
+        autocast=AutocastPolicy.LAST_STATE if keeps_state else AutocastPolicy.LOW_PRECISION,
     )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def _cell_record(names: str, states: int, gates: int = 0, runs: int = 1) -> Op:
 
 OPS = (
     _layer_record("lstm", 2, 4),
-    _layer_record("gru", 1, 3, single=1.0),
+    _layer_record("gru", 1, 3, single=1.0, keeps_state=True),
     _layer_record("rnn_tanh rnn_relu", 1, 1, single=1 / 3),
     _cell_record("lstm_cell", 2, gates=5, runs=4),
     _cell_record("gru_cell", 1, gates=6, runs=3),

@@ -149,5 +149,6 @@ OPS = (
     Op("gather take_along_dim", rule_along_dims(), kind=CostKind.GATHER, backward=Backward(source_and_indices, GradientMemory.SCATTER_ADD)),
     Op("index_select", rule_along_dims(allows_other_ranks=True), kind=CostKind.GATHER, backward=SAVES_INTEGERS),
     Op("index_add", rule_along_dims(allows_other_ranks=True), backward=Backward(inputs_after_first)),
-    Op("index_copy index_fill", rule_along_dims(allows_other_ranks=True)),
+    Op("index_copy", rule_along_dims(allows_other_ranks=True)),
+    Op("index_fill", rule_along_dims(allows_other_ranks=True), autocast=AutocastPolicy.FIRST_OPERAND),
 )  # fmt: skip

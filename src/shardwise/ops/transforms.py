@@ -85,6 +85,12 @@ def fft_dim_and_length(op: Operator, tensors: Tensors) -> tuple[int, int]:
     return at, length if isinstance(length, int) else tensors[op.inputs[0]].shape[at]
 
 
+def _matrix_power_autocast(op: Operator, tensors: Tensors) -> AutocastPolicy:
+    """Return the policy of a product for powers that multiply matrices."""
+    power = op.args[1]
+    return AutocastPolicy.LOW_PRECISION if isinstance(power, int) and abs(power) > 1 else AutocastPolicy.NONE
+
+
 def _saved_padded(op: Operator, tensors: Tensors, grads: Set[str]) -> Saved:
     """Return the input, or the bytes of its cut or padded copy."""
     x, (at, length) = tensors[op.inputs[0]], fft_dim_and_length(op, tensors)
@@ -102,14 +108,16 @@ OPS = (
     ),
     Op(
         """
-        det linalg_det linalg_matrix_exp linalg_matrix_power linalg_pinv linalg_slogdet linalg_solve_triangular logdet matrix_exp slogdet
+        det linalg_det linalg_matrix_exp linalg_slogdet linalg_solve_triangular logdet matrix_exp slogdet
         """,
         _batched_matrix_rule,
     ),
+    Op("linalg_matrix_power", _batched_matrix_rule, autocast=_matrix_power_autocast),
+    Op("linalg_pinv", _batched_matrix_rule, autocast=AutocastPolicy.LOW_PRECISION_OUTPUT),
     Op(
         """
-        linalg_cond linalg_eig linalg_eigvals linalg_householder_product linalg_lstsq linalg_matrix_rank linalg_tensorinv
-        linalg_tensorsolve lu_solve pinverse qr svd triangular_solve
+        _lu_with_info geqrf linalg_cond linalg_eig linalg_eigvals linalg_householder_product linalg_lstsq linalg_matrix_rank
+        linalg_tensorinv linalg_tensorsolve lu_solve ormqr pinverse qr svd triangular_solve
         """,
         autocast=AutocastPolicy.FLOAT32,
     ),

@@ -246,11 +246,11 @@ OPS = (
     ),
     Op(
         "view_as", _reshape_rule, along=_inner_labels, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.RESHAPE),
-        backward=Backward(gradient=GradientMemory.ALIAS, num_differentiable=1),
+        backward=Backward(gradient=GradientMemory.ALIAS, num_differentiable=1), autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op(
         "reshape_as", _reshape_rule, linear=Linearity.JOINT, view=View(ViewKind.RESHAPE),
-        backward=Backward(gradient=GradientMemory.ALIAS, num_differentiable=1),
+        backward=Backward(gradient=GradientMemory.ALIAS, num_differentiable=1), autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op("atleast_1d atleast_2d atleast_3d", _reshape_rule, linear=Linearity.JOINT),
     _permutation_record("transpose swapaxes swapdims", _transpose_order),
@@ -263,7 +263,7 @@ OPS = (
     Op("expand", _expand_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.EXPAND), output=Output(shape_at=1)),
     Op(
         "expand_as", _expand_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.EXPAND),
-        backward=Backward(num_differentiable=1),
+        backward=Backward(num_differentiable=1), autocast=AutocastPolicy.FIRST_OPERAND,
     ),
     Op("broadcast_to", _expand_rule, linear=Linearity.JOINT, kind=CostKind.VIEW, view=View(ViewKind.EXPAND)),
     Op(
@@ -276,7 +276,11 @@ OPS = (
         "split split_with_sizes chunk tensor_split", _split_rule, along=_split_labels, linear=Linearity.JOINT, kind=CostKind.VIEW,
         view=View(ViewKind.SLICE), lowering=LoweringKind.SLICE,
     ),
-    Op("slice_scatter select_scatter", _slice_scatter_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS, lowering=LoweringKind.SCATTER),
+    Op(
+        "slice_scatter select_scatter", _slice_scatter_rule, linear=Linearity.JOINT, backward=SAVES_INTEGERS, lowering=LoweringKind.SCATTER,
+        autocast=AutocastPolicy.FIRST_OPERAND,
+    ),
+    Op("diagonal_scatter as_strided_scatter", autocast=AutocastPolicy.FIRST_OPERAND),
     Op(
         "cat concat concatenate", _cat_rule, linear=Linearity.JOINT, view=View(mixes_positions=True, concatenates=True),
         backward=Backward(integer_inputs, GradientMemory.ALIAS),

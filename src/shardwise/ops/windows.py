@@ -167,6 +167,12 @@ def _pad_windows(op: Operator, tensors: Tensors) -> Mapping[str, Window]:
     return {f"d{dim}": SlidingWindow(1, padding_before=before[dim]) for dim in padded_dims}
 
 
+def _pad_autocast(op: Operator, tensors: Tensors) -> AutocastPolicy:
+    """Return the policy of float32 for the modes whose kernels torch calls in it."""
+    mode = op.args[2] if len(op.args) > 2 else "constant"
+    return AutocastPolicy.FLOAT32 if mode in ("reflect", "replicate") else AutocastPolicy.NONE
+
+
 def _pad_rule(op: Operator, tensors: Tensors) -> Rule:
     """Return the rule of padding: padded dimensions are read from the argument, since (+1, -1) keeps the size."""
     shape, target = tensors[op.inputs[0]].shape, tensors[op.outputs[0]].shape
@@ -256,7 +262,7 @@ OPS = (
     Op("grid_sampler_2d grid_sampler_3d", autocast=AutocastPolicy.FLOAT32),
     Op(
         "pad", RuleOfTensors(_pad_rule), view=View(mixes_positions=True), windows=Windows(_pad_windows, padding=1, fill_at=3),
-        backward=SAVES_INTEGERS,
+        backward=SAVES_INTEGERS, autocast=_pad_autocast,
     ),
     Op(
         "constant_pad_nd", RuleOfTensors(_pad_rule), view=View(mixes_positions=True), windows=Windows(_pad_windows, padding=1, fill_at=2),

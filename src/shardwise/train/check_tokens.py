@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.capture.capture import Loss
 from shardwise.errors import ConfigError, ModelError
-from shardwise.lower.lowering import torch_operator
+from shardwise.lower.torch_calls import torch_operator
 from shardwise.model.graph import Graph
 from shardwise.ops.attention import attention_mask_of, is_fused_attention
 from shardwise.run.rank_model.model_source import CachedModelSource

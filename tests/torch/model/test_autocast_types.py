@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from shardwise.cost.memory.memory import Inventory
 from shardwise.model.graph import Graph, Operator, Ref, Word
 from shardwise.model.strides import autocast_dtypes as module
 from shardwise.model.strides.autocast_dtypes import apply_autocast
-from shardwise.ops import Op, record_of
+from shardwise.ops import autocast_policy
 from shardwise.ops.vocabulary import AutocastPolicy
 
 
@@ -123,11 +122,11 @@ def test_values_have_the_types_that_autocast_gives_them(graph: Graph) -> None:
 
 @pytest.mark.parametrize("how", [AutocastPolicy.LOW_PRECISION, AutocastPolicy.FLOAT32, AutocastPolicy.FIRST_OPERAND])
 def test_broken_twin_records_that_leave_a_cast_out_are_noticed(graph: Graph, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(op: Operator) -> Op:
-        record = record_of(op)
-        return replace(record, autocast=AutocastPolicy.NONE) if record.autocast == how else record
+    def without(op: Operator, tensors: dict[str, Any]) -> AutocastPolicy:
+        policy = autocast_policy(op, tensors)
+        return AutocastPolicy.NONE if policy == how else policy
 
-    monkeypatch.setattr(module, "record_of", without)
+    monkeypatch.setattr(module, "autocast_policy", without)
     assert _misjudged(graph)
 
 

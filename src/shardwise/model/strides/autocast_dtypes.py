@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from shardwise.model.gradients import parameters_with_gradient
 from shardwise.model.graph import Graph, Operator, Tensor, Word, written_buffers
-from shardwise.ops import record_of
+from shardwise.ops import autocast_policy, record_of
 from shardwise.ops.vocabulary import AutocastPolicy, LoweringKind
 
 CAST, HELD = "cast", "held"  # autocast over weights of 32 bits, and over weights that are held in 16
@@ -21,18 +21,18 @@ CAST, HELD = "cast", "held"  # autocast over weights of 32 bits, and over weight
 
 def cast_operands(op: Operator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return, by value, the operands that autocast casts, in their new dtype. `tensors`: with the dtypes of the run."""
-    to = autocast_dtype(op)
+    to = autocast_dtype(op, tensors)
     if not to:
         return {}
     casted = {v: tensors[v] for v in op.inputs if tensors[v].dtype in ("float32", "bfloat16") and tensors[v].dtype != to}
     return {v: replace(t, dtype=to) for v, t in casted.items()}
 
 
-def autocast_dtype(op: Operator) -> str:
+def autocast_dtype(op: Operator, tensors: Mapping[str, Tensor]) -> str:
     """Return the dtype to which autocast casts an operator's operands; "" for none."""
     if op.autocast == "off":
         return ""
-    return {AutocastPolicy.LOW_PRECISION: "bfloat16", AutocastPolicy.FLOAT32: "float32"}.get(record_of(op).autocast, "")
+    return {AutocastPolicy.LOW_PRECISION: "bfloat16", AutocastPolicy.FLOAT32: "float32"}.get(autocast_policy(op, tensors), "")
 
 
 def narrow_parameters(graph: Graph) -> frozenset[str]:
@@ -51,7 +51,7 @@ def apply_autocast(graph: Graph, held_narrow: Collection[str] = ()) -> Graph:
     tensors = dict(graph.tensors)
     tensors.update({v.value: replace(tensors[v.value], dtype="bfloat16") for v in graph.parameters if v.name in held_narrow})
     for op in graph.operators:
-        policy = record_of(op).autocast
+        policy = autocast_policy(op, tensors)
         all_narrow = policy != AutocastPolicy.PER_OPERAND and _is_narrow(op, tensors)
         for i, v in enumerate(op.outputs[:1] if policy == AutocastPolicy.FIRST_OPERAND else op.outputs):  # statistics are float32
             if tensors[v].dtype == "float32" and (
@@ -63,14 +63,14 @@ def apply_autocast(graph: Graph, held_narrow: Collection[str] = ()) -> Graph:
 
 def _is_narrow(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether an operator's floating-point outputs are bfloat16."""
-    to = autocast_dtype(op)
+    to = autocast_dtype(op, tensors)
     if to or any(isinstance(a, Word) and a.kind == "dtype" for a in (*op.args, *dict(op.kwargs).values())):
         return to == "bfloat16"
-    record = record_of(op)
-    if record.autocast == AutocastPolicy.LOW_PRECISION_OUTPUT and op.autocast != "off":
+    record, policy = record_of(op), autocast_policy(op, tensors)
+    if policy == AutocastPolicy.LOW_PRECISION_OUTPUT and op.autocast != "off":
         return True
-    decide = op.inputs[:1] if record.autocast == AutocastPolicy.FIRST_OPERAND else op.inputs
-    if record.autocast == AutocastPolicy.LAST_STATE and record.recurrence is not None and op.autocast != "off":
+    decide = op.inputs[:1] if policy == AutocastPolicy.FIRST_OPERAND else op.inputs
+    if policy == AutocastPolicy.LAST_STATE and record.recurrence is not None and op.autocast != "off":
         decide = op.inputs[record.recurrence.num_states :][:1]
     return _promotes_to_bfloat16(tensors[v] for v in decide if tensors[v].dtype in ("float32", "bfloat16"))
 

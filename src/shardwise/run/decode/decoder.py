@@ -20,9 +20,8 @@ from shardwise.capture.capture import CapturedGraph, Loss
 from shardwise.capture.modes import Modes, evaluation_modes, in_modes
 from shardwise.capture.nesting import tensors_of
 from shardwise.errors import Infeasible, ModelError, UsageError
-from shardwise.lower.call import lower_argument
 from shardwise.lower.kernels.paged import PagedCache, SequenceSpan
-from shardwise.lower.lowering import torch_operator
+from shardwise.lower.torch_calls import lower_argument, torch_operator
 from shardwise.model.graph import Graph
 from shardwise.model.positions import decoder_at_positions
 from shardwise.model.sharding.sharding import Prices

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from shardwise.lower.call import function_called_by, runs_under_ambient_autocast
+from shardwise.lower.call import runs_under_ambient_autocast
 from shardwise.lower.kernels.randomness import DrawState, dropout
 from shardwise.lower.kernels.scaled import scaled_linear
 from shardwise.lower.operator_lowering import cast_to_widest
+from shardwise.lower.torch_calls import function_called_by
 from shardwise.ops import is_cheap_to_recompute, record_of_target
 from shardwise.ops.vocabulary import AutocastPolicy
 from shardwise.plan.ir.transition import LOCAL_COLLECTIVES, transition_between

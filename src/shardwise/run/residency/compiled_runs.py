@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from shardwise.world.private import is_operator
+from shardwise.lower.torch_calls import is_operator_call
 
 MIN_OPERATORS = 2  # operators in a run that is worth compiling
 
@@ -36,7 +36,7 @@ def compile_runs(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_torch_operator(node: fx.Node) -> bool:
-    return node.op == "call_function" and (is_operator(node.target) or node.target is operator.getitem)
+    return is_operator_call(node) or node.target is operator.getitem
 
 
 def _number_runs(graph: fx.Graph) -> dict[fx.Node, int]:

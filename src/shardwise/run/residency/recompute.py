@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage, snapshot_buffer
+from shardwise.lower.torch_calls import call_in_full_precision, call_in_operand_dtype
 from shardwise.model.stages.core_attention import CoreAttention
 from shardwise.plan.residency import split_segments
 from shardwise.run.residency.layer_modules import LayeredStage, split_by_layer
@@ -84,9 +85,9 @@ def find_core_attention(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _operator_name(node: fx.Node) -> str:
-    """Return an operator's name (`softmax`), also if it is wrapped for full precision."""
+    """Return an operator's name (`softmax`), also if it is called in a region of another autocast."""
     target = node.target
-    if getattr(target, "__name__", "") == "_full_precision":
+    if target in (call_in_full_precision, call_in_operand_dtype):
         target = node.args[0]  # type: ignore[assignment]
     return str(getattr(target, "__name__", target)).partition(".")[0]
 
