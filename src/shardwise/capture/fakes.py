@@ -111,7 +111,7 @@ def fake_mode() -> FakeTensorMode:
 
 def device_fake_mode() -> FakeTensorMode:
     """Make a new fake mode for tensors of any device, which needs no such device: torch's own, so not for a process that is to fork."""
-    return FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
