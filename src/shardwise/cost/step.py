@@ -55,7 +55,6 @@ class Pricer(OperatorPricer):
     cut_candidates: dict[tuple[int, bool], list[StageCut]] = field(default_factory=dict)  # cuts that are tried, by number
     send_bounds: dict[tuple[object, ...], float] = field(default_factory=dict)  # lower bounds of send times, by layout
     first_rank: int = 0  # first rank of this part of a heterogeneous cluster
-    is_plain_loop: bool = False  # the user's own loop instead of an engine
     _kinds: dict[tuple[object, ...], CostClasses] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], SectionCache] = field(default_factory=dict)
     _splits: dict[tuple[str, ...], tuple[Stage, ...]] = field(default_factory=dict)
@@ -285,7 +284,7 @@ class Pricer(OperatorPricer):
         return (
             *self._canonical_key(layout), layout.axes, layout.chunks, layout.microbatches, layout.precision, layout.compile, layout.threads,
             layout.shard, layout.batch_norm, layout.shares, tuple(sites), self._pipeline_positions(layout), layout.begins,
-            layout.loss_chunks, self.devices.fuses_products(layout),
+            layout.loss_chunks, self.devices.fuses_products(layout), self.gathers_again(layout),
         )  # fmt: skip
 
     def _pipeline_positions(self, layout: Layout) -> tuple[int, ...]:
@@ -316,6 +315,7 @@ class Pricer(OperatorPricer):
             busy = self.devices.copies(layout).with_copies(busy, self._state(layout, base, bucket).offloaded_bytes)
         optimizer = self._optimizer_s(layout, base)
         summing, inside, hidden = self._reduction_s(layout, index, base, busy, network, bucket)
+        hidden = replace(hidden, layers_s=base.hidden_s)
         widths = self.devices.widths(layout)
         summing += replica_reduction_s(self, layout, index, base.gradient_volume, widths) + self._statistics_s(layout)
         if self.is_plain_loop:

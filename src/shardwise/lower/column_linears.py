@@ -28,7 +28,8 @@ from shardwise.lower.redistribute import redistribute, redistribute_forward
 from shardwise.lower.split_backward import as_rows
 from shardwise.ops import record_of_target
 from shardwise.ops.vocabulary import MatmulKind
-from shardwise.plan.ir.placement import D, R, Shard, dual_of
+from shardwise.plan.ir.placement import D, R, Shard, dual_of, has_equal_pieces
+from shardwise.plan.ir.transition import is_gathered_for_columns
 from shardwise.world.comm.pending import CollectiveWork, concatenate_flat
 from shardwise.world.world import Group
 
@@ -50,12 +51,12 @@ class ColumnCut:
     def is_fused(self, piece: Tensor, linears: Sequence[Linear]) -> bool:
         """Return whether products run in the fused operators: equal pieces of a dim before the last, and layers in 16 bits or more."""
         plain = all(record_of_target(str(linear)).product.kind == MatmulKind.LINEAR for linear in linears)
-        return bool(self.group.fused_name) and plain and _has_equal_pieces(self.source) and self.source.dim < piece.ndim - 1
+        return bool(self.group.fused_name) and plain and has_equal_pieces(self.source) and self.source.dim < piece.ndim - 1
 
     def start_gather(self, piece: Tensor) -> Pending:
         """Start gathering; the result waits."""
         source, group = self.source, self.group
-        if not _has_equal_pieces(source):
+        if not has_equal_pieces(source):
             whole = self.gather_input(piece)
             return lambda: whole
         sent = piece.contiguous()
@@ -66,7 +67,7 @@ class ColumnCut:
     def start_reduction(self, gradient: Tensor) -> Pending:
         """Start the reduction of the ranks' summands of the input's gradient to what `gather_input` was given; the result waits."""
         source, group = self.source, self.group
-        if not _has_equal_pieces(source):
+        if not has_equal_pieces(source):
             reduced = redistribute_forward(gradient, dual_of(D), source, group)
             return lambda: reduced
         pieces = gradient.chunk(group.size, source.dim)
@@ -213,9 +214,12 @@ def _add_call(graph: fx.Graph, copies: dict[fx.Node, fx.Node], gathered: fx.Node
 
 
 def _column_linears(node: fx.Node) -> list[fx.Node]:
-    """Return the linear layers that read a redistribution, if nothing else does and all their weights are there for the first of them."""
+    """Return the linear layers that read a redistribution, if nothing else does and all their weights are there for the first of them.
+
+    Prices find the same on the graph's operators (`cost/operators/column_gathers`).
+    """
     source, target, _ = node.meta.get("redistribution", (R, R, None))
-    if target is not D or not isinstance(source, Shard):
+    if not is_gathered_for_columns(source, target):
         return []
     order = {each: i for i, each in enumerate(node.graph.nodes)}
     layers = sorted(node.users, key=order.__getitem__)
@@ -230,7 +234,3 @@ def _column_linears(node: fx.Node) -> list[fx.Node]:
 
 def _is_linear(node: fx.Node) -> bool:
     return node.op == "call_function" and not node.kwargs and record_of_target(str(node.target)).product.kind == MatmulKind.LINEAR
-
-
-def _has_equal_pieces(source: Shard) -> bool:
-    return not source.lengths and not source.runs

@@ -16,18 +16,17 @@ from torch import Tensor, fx
 from shardwise.errors import LayoutError
 from shardwise.lower.call import OperatorCall
 from shardwise.lower.chunked_loss import chunk_losses
-from shardwise.lower.lowering import Lowering, Nodes, Variant, bind_named, wait_for_constant
+from shardwise.lower.lowering import Lowering, Nodes, bind_named, wait_for_constant
 from shardwise.lower.operator_lowering import lower_operator
 from shardwise.lower.redistribute import scale_gradient
 from shardwise.lower.regions import BranchTransfer, exchange_region_values, group_by_region
 from shardwise.model.chunked_loss import find_chunkable_losses
 from shardwise.model.gradients import values_needing_gradient
 from shardwise.model.graph import Operator, running_statistics_of, writes_buffer, written_buffers
-from shardwise.model.sharding.sharding import BranchOwners, redistribution_collectives
+from shardwise.model.sharding.reads import Variant, WantedVariant, choose_source, crosses_head_shards, find_available, redistribution_steps
+from shardwise.model.sharding.sharding import BranchOwners
 from shardwise.model.stages.stages import Stage
-from shardwise.plan.ir.axis import axis_of
-from shardwise.plan.ir.placement import D, P, Placement, R, has_single_owner, is_disjoint_shard, is_shard
-from shardwise.plan.ir.transition import is_allowed_in_forward
+from shardwise.plan.ir.placement import D, Placement, R, has_single_owner, is_shard
 
 __all__ = ["LocalStage", "Lowering", "layer_of", "lower", "snapshot_buffer"]
 
@@ -196,38 +195,20 @@ class _StageLowering:
         shape = low.sharding.local_shape(value, tensor.shape, other_placements, low.coordinates)
         return BranchTransfer(shape, form, owner, low.dtype(value), value in self.needs_gradient)
 
-    def node_in(self, value: str, wanted: tuple[Placement | None, ...]) -> fx.Node:
+    def node_in(self, value: str, wanted: WantedVariant) -> fx.Node:
         """Return the node of `value` in placements `want` (None: any), redistributing it where no earlier redistribution did."""
-        available = self.nodes_of[value]
-        for variant, node in available.items():
-            if all(w is None or w == v for w, v in zip(wanted, variant, strict=True)):
-                return node
-        source = min(available, key=lambda variant: self._redistribution_cost(variant, wanted))
-        if self._crosses_head_shards(source, wanted):
+        axes, available = self.lowering.axes, self.nodes_of[value]
+        if (found := find_available(available, wanted)) is not None:
+            return available[found]
+        source = choose_source(axes, available, wanted)
+        if crosses_head_shards(axes, source, wanted):
             raise LayoutError(f"{value} is read in shards of heads that two axes shard in another order; use attention=gather")
         node, at = available[source], list(source)
-        order = sorted(range(len(at)), key=lambda i: self._redistribution_order(i, at, wanted))
-        for i in order:
-            target = wanted[i]
-            if target is None or target == at[i]:
-                continue
-            axis = self.lowering.axes[i]
-            node = self.nodes.redistribute(node, self.lowering.groups[axis], at[i], target)
+        for i, target in redistribution_steps(axes, source, wanted):
+            node = self.nodes.redistribute(node, self.lowering.groups[axes[i]], at[i], target)
             at[i] = target
             available[tuple(at)] = node
         return node
-
-    def _redistribution_order(self, i: int, at: Sequence[Placement], want: Sequence[Placement | None]) -> tuple[int, int]:
-        """Return the sort key of an axis for redistribution. Partial sums are reduced first, so that later redistributions move full
-        tensors; nested shards are gathered from within. Heads sharded over two axes are tensor ranks' shards, sharded again over a context
-        axis: these are made last and gathered first."""
-        if axis_of(self.lowering.axes[i]).shards_sequences:
-            for placement, rank_in_order in ((want[i], 3), (at[i], -1)):
-                if is_shard(placement) and at[i] != want[i] and any(placement in (at[j], want[j]) for j in range(len(at)) if j != i):
-                    return rank_in_order, i
-        own = at[i]
-        is_nested = is_shard(own) and any(is_disjoint_shard(form) and form.dim == own.dim for j, form in enumerate(at) if j != i)
-        return (0 if at[i] is P else 1 if is_nested else 2), (-i if is_nested else i)
 
     def _reduce_on_read(self, value: str, x: fx.Node) -> fx.Node:
         """Return a variable as an operator reads it whose gradient nobody reduces as this graph leaves it."""
@@ -235,29 +216,6 @@ class _StageLowering:
         for axis in reduction.reduced_axes if reduction else ():
             x = self.nodes.redistribute(x, self.lowering.groups[axis], R, D)
         return x if reduction is None or reduction.share == 1.0 else self.nodes.add(bind_named(scale_gradient, share=reduction.share), (x,))
-
-    def _redistribution_cost(self, variant: Variant, want: tuple[Placement | None, ...]) -> tuple[int, int]:
-        """Return (collectives, redistributions) from one variant to another: the fewest win."""
-        num_collectives = num_moves = 0
-        if self._crosses_head_shards(variant, want):
-            return 1000, 0
-        for a, b in zip(variant, want, strict=True):
-            if b is None or a == b:
-                continue
-            if not is_allowed_in_forward(a, b):
-                return 1000, 0
-            forward, backward = redistribution_collectives(a, b)
-            num_collectives += (forward not in ("", "slice")) + (backward not in ("", "slice", "pad"))
-            num_moves += 1
-        return num_collectives, num_moves
-
-    def _crosses_head_shards(self, at: Variant, want: tuple[Placement | None, ...]) -> bool:
-        """Return whether head shards of a context axis would be sharded, or gathered, along another axis."""
-        pairs = [*zip(at, want, strict=True)]
-        shards = [
-            a for axis, (a, b) in zip(self.lowering.axes, pairs, strict=True) if axis_of(axis).shards_sequences and is_shard(a) and a == b
-        ]
-        return any(a != b and b is not None and shard in (a, b) for shard in shards for a, b in pairs)
 
     def _lower_operator(self, op: Operator) -> None:
         low = self.lowering

@@ -23,6 +23,7 @@ from shardwise.model.batch.random_draws import SampleFold
 from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.dims.labels import num_units_by_dim
 from shardwise.model.graph import Graph
+from shardwise.model.sharding.reads import Variant
 from shardwise.model.sharding.sharding import Sharding, num_exchanging_ranks
 from shardwise.model.strides.autocast_dtypes import apply_autocast, narrow_parameters
 from shardwise.ops import is_random
@@ -31,8 +32,6 @@ from shardwise.plan.ir.mesh import Mesh
 from shardwise.plan.ir.placement import D, Placement, R, across_stages, shard
 from shardwise.plan.ir.precision import PRECISIONS, Precision
 from shardwise.world.world import Group
-
-Variant = tuple[Placement, ...]  # a value's placement along every axis, in the order of `Lowering.axes`
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,10 +254,11 @@ COLOURS_BY_KIND = {
 }
 OTHER = (("#9d9da1", "#1b1b1d"), ("#c9c9cc", "#1b1b1d"))
 # Activities concurrent with the compute, by lane.
-STRIPS = {"send": "#6b6b72", "collective": "#8a6bb8", "offload": "#9c6b3f", "load": "#c9a26b", "step": "#5b8a8a"}
+STRIPS = {"send": "#6b6b72", "collective": "#8a6bb8", "offload": "#9c6b3f", "load": "#c9a26b", "tensor": "#b86b8a", "step": "#5b8a8a"}
 WORDS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights", "R": "recompute"}
 STRIP_WORDS = {
     "send": "sending", "collective": "gathering, reducing", "offload": "to the host", "load": "from the host",
+    "tensor": "collectives inside layers",
     "step": "gradients, optimizer, the rest",
 }  # fmt: skip
 ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")

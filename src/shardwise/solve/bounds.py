@@ -22,6 +22,7 @@ from shardwise.plan.ir.axis import DATA, EXPERT
 from shardwise.plan.layout import Layout
 
 T = TypeVar("T")
+DIVIDED = "zb-h1"  # a schedule with a divided backward and one stage a rank
 
 
 def balanced_work_s(pricer: Pricer, base: Layout, with_recompute: bool = False) -> float:
@@ -41,13 +42,24 @@ def balanced_work_s(pricer: Pricer, base: Layout, with_recompute: bool = False) 
 
 
 def _microbatch_s(pricer: Pricer, base: Layout, with_recompute: bool) -> float:
-    """Seconds of one microbatch through all layers."""
-    times = pricer.operator_seconds(base)
+    """Seconds of one microbatch through all layers, at the least of all schedules."""
+    times = pricer.operator_seconds(with_cheapest_backward(pricer, base))
     total = sum(float(part.sum()) for part in times)
     if with_recompute:
         recomputed = pricer.sharded_inventory(base).recomputed
         total += float(times[0][recomputed].sum()) + float(times[2][recomputed].sum())
     return total
+
+
+def with_cheapest_backward(pricer: Pricer, base: Layout) -> Layout:
+    """Return the base, or the same with a divided backward where that shows less of its collectives: it repeats no gather."""
+    if base.pipeline == 1 or base.schedule != "1f1b" or not pricer.gathers_again(base):
+        return base
+    try:
+        divided = replace(base, schedule=DIVIDED)
+    except LayoutError:  # not with another key of the base, and so none is searched
+        return base
+    return min((base, divided), key=lambda each: float(pricer.operator_seconds(each)[3].sum()))
 
 
 def collective_fraction(pricer: Pricer, base: Layout) -> float:
@@ -138,7 +150,8 @@ def wait_factor(pricer: Pricer, base: Layout, ignores_fill: bool) -> float:
 def _serial_fraction(pricer: Pricer, base: Layout) -> float:
     """Fraction of its work that one microbatch passes serially from the first stage to the last and back, whatever the schedule: all but
     the gradients of weights, which are at most half of the compute of backward."""
-    forward, backward, out, back = (float(part.sum()) for part in pricer.operator_seconds(base))
+    times = pricer.operator_seconds(with_cheapest_backward(pricer, base))
+    forward, backward, out, back = (float(part.sum()) for part in times)
     return 1.0 - 0.5 * backward / (forward + backward + out + back)
 
 
@@ -149,19 +162,20 @@ def layout_lower_bound_s(pricer: Pricer, layout: Layout, is_interleaved: bool) -
     Without a pipeline this is the price itself.
     """
     if layout.inner:
-        singles = _map_stages(pricer, layout, lambda one, inner: one.single_stage(inner))
+        singles = _map_stages(pricer, layout, lambda one, inner: one.single_stage(with_cheapest_backward(one, inner)))
         busy = _unequal_stages_lower_bound_s(layout, [single.forward_s + single.backward_s for single in singles], is_interleaved)
         update_s = 1 / sum(1 / single.optimizer_s for single in singles)
         return busy + update_s + pricer.devices.overhead_s(layout, busy)
     if isinstance(pricer, HeterogeneousPricer):
         return base_lower_bound_s(pricer, layout, is_interleaved, layout.recompute == "full")
-    single = pricer.single_stage(layout)
+    cheapest = with_cheapest_backward(pricer, layout)
+    single = pricer.single_stage(cheapest)
     _, remainder = pricer.remainder_pricer(layout)
     if layout.pipeline == 1:
         smaller = (remainder.with_buckets_of(pricer, layout).single_stage(layout),) if remainder is not None else ()
         return pricer.predict(layout, (single,), (), remainder_costs=smaller).step_time_s
     if remainder is not None:  # as if all microbatches were as small as the smallest
-        single = remainder.single_stage(layout)
+        single = remainder.single_stage(cheapest)
     microbatch_s = single.forward_s + single.backward_s + send_lower_bound_s(pricer, layout)
     busy = layout.microbatches * microbatch_s / layout.pipeline * wait_factor(pricer, layout, is_interleaved)
     step = busy + single.optimizer_s / layout.pipeline + pricer.devices.overhead_s(layout, busy)

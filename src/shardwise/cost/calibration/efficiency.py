@@ -27,6 +27,7 @@ TORCH = "torch"  # efficiency set of catalogue devices: torch kernels, NCCL, a f
 EAGER = "eager"  # efficiency set of a locally measured GPU: the same under autocast, in eager mode unless compiled
 SERIAL = "serial"  # as torch, without communication beside compute
 SYMMETRIC = "torch-symmetric"  # as torch, with products and tensor collectives fused over symmetric memory
+OWN = (TORCH, EAGER, SERIAL, SYMMETRIC)  # of what shardwise runs; the others are of other software
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,11 @@ class EfficiencySet:
         for key in ("tensor_overlap", "overlap", "contention"):
             if getattr(self, key) > 1:
                 raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, at most 1")
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the set is of what shardwise runs."""
+        return self.name in OWN
 
     def bandwidth_fraction(self, kind: str) -> float:
         """Return the fraction of memory bandwidth that kernels of `kind` reach in eager mode."""

@@ -51,7 +51,12 @@ def gradient_bytes(layout: Layout) -> float:
 class LayerCollectives:
     """Collectives inside layers: their time relative to the library's own, the exposed fraction of those of backward, the added time until
     all ranks arrive, the fraction by which compute grows from waiting, the fraction of ring traffic that may overlap with compute, and the
-    fraction that shows of what runs fused with products: gathers of forward and scatters of backward over tensor ranks."""
+    fraction that shows of what runs fused with products: gathers of forward and scatters of backward over tensor ranks.
+
+    `gathers_again`: linear layers keep their rank's piece of what is gathered for them, and communicate in backward beside their products,
+    for at most `product_overlap` of these; what does takes `contention` of its time from compute. `has_float8_products`: those of the
+    layers with sides that fit are 8-bit.
+    """
 
     slowdown: float = 1.0
     exposed_backward: float = 1.0
@@ -59,6 +64,10 @@ class LayerCollectives:
     wait_fraction: float = 0.0
     ring_overlap: float = 0.0  # none on CPUs, where it takes the cores that compute
     fused_share: float = 1.0
+    gathers_again: bool = False
+    product_overlap: float = 0.0
+    contention: float = 0.0
+    has_float8_products: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,11 @@ class Devices(ABC):
 
     def fuses_products(self, layout: Layout) -> bool:
         """Return whether column-cut linear layers run fused with their collectives (`world/fused_products`)."""
+        return False
+
+    def gathers_again(self, layout: Layout) -> bool:
+        """Return whether an engine's column-cut linear layers keep pieces of what they read, gather again in backward, and communicate
+        there beside their products (`lower/column_linears`). Not on CPUs, where that takes the cores that compute."""
         return False
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.cluster.cluster import Device, Speed
-from shardwise.cost.calibration.efficiency import SERIAL, SYMMETRIC, TORCH, EfficiencySet
+from shardwise.cost.calibration.efficiency import EfficiencySet
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths, gradient_bytes
 from shardwise.cost.devices.kernel_memory import KernelMemory
@@ -64,7 +64,7 @@ class Gpus(Devices):
 
         Other software, which has sets of its own, has 16-bit weights under that name.
         """
-        return layout.precision == AUTOCAST and self.stack.name in (TORCH, SERIAL, SYMMETRIC)
+        return layout.precision == AUTOCAST and self.stack.is_own
 
     def cast_mode(self, layout: Layout) -> str:
         return CAST if self.casts_weights(layout) else super().cast_mode(layout)
@@ -114,7 +114,15 @@ class Gpus(Devices):
 
     def layer_collectives(self, layout: Layout) -> LayerCollectives:
         stack, share = self.stack, self.stack.fused_share if self.fuses_products(layout) else 1.0
-        return LayerCollectives(stack.tensor, 1.0 - stack.tensor_overlap, ring_overlap=1.0, fused_share=share)
+        return LayerCollectives(
+            stack.tensor, 1.0 - stack.tensor_overlap, ring_overlap=1.0, fused_share=share, gathers_again=self.gathers_again(layout),
+            product_overlap=self.zero_overlap, contention=self.contention,
+            has_float8_products=bool(PRECISIONS[layout.precision].linear_dtype),
+        )  # fmt: skip
+
+    def gathers_again(self, layout: Layout) -> bool:
+        """Return whether they do: as shardwise runs an undivided backward. Other software's sets have their own `tensor_overlap`."""
+        return self.stack.is_own and not schedule_of(layout).splits_backward
 
     def fuses_products(self, layout: Layout) -> bool:
         """Return whether they run fused: with pieces of positions, on ranks of one host, in 16 bits or more, in an undivided backward."""

@@ -18,6 +18,7 @@ from shardwise.cost.devices.recurrent import extra_bytes, num_single_steps, shar
 from shardwise.cost.memory.block_runs import BatchBytes, BatchBytesColumns
 from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.memory.storages import StorageMap
+from shardwise.cost.operators.column_gathers import ColumnGathers, find_column_gathers
 from shardwise.cost.operators.ring_attention import SubgroupSpan, attention_collectives, in_transit_bytes, merge_bytes, saved_by_exchange
 from shardwise.cost.operators.sharded_inventory import ANY_EXPERTS, Collective, LocalOperator, ShardedInventory, block_of, dispatched_values
 from shardwise.cost.shard_counts import (
@@ -40,7 +41,7 @@ from shardwise.ops.recurrent import gathered_steps
 from shardwise.ops.vocabulary import GradientMemory, MatmulKind, Reduction
 from shardwise.plan.ir.axis import DATA, EXPERT, SAMPLES, axis_of
 from shardwise.plan.ir.placement import Placement, R, Shard, dual_of, is_fully_replicated, is_halo, is_shard
-from shardwise.plan.ir.transition import LOCAL_COLLECTIVES, sent_fraction, transition_between
+from shardwise.plan.ir.transition import LOCAL_COLLECTIVES, is_gathered_for_columns, sent_fraction, transition_between
 
 
 class _UniqueNumbers:
@@ -194,8 +195,8 @@ class _InventoryBuilder:
         is_narrow, is_float32 = value in self.source.narrow_values, size is not None
         return self.collectives(Collective(name, axis, size_bytes, is_batched, is_shared, is_narrow, is_float32, among, experts))
 
-    def add_moves(self) -> Iterator[tuple[int, int | None, int | None]]:
-        """Yield (operator, entries forward and backward) of every `Redistribution`."""
+    def add_moves(self) -> Iterator[tuple[Redistribution, int | None, int | None]]:
+        """Yield (redistribution, entries forward and backward) of every one."""
         sharding = self.sharding
         for move in sharding.redistributions if sharding is not None else ():
             if sharding is None or move.op not in self.source.position:
@@ -209,7 +210,7 @@ class _InventoryBuilder:
                 None if name in LOCAL_COLLECTIVES else self.add_collective(name, move.value, move.axis, num_pieces=divisor / factor)
                 for name, factor in ((move.forward, there), (backward, back))
             )
-            yield at, forward, backward_entry
+            yield move, forward, backward_entry
 
     def build_entry(self, op: Operator, accumulated: Sequence[int]) -> _OperatorEntry:
         """Build the entry of an operator. `accumulated`: its `OperatorFacts.accumulated_operands`."""
@@ -243,9 +244,13 @@ def build_sharded_inventory(source: OperatorFacts, sharding: Sharding | None) ->
     places, makers, keys = work.storage_map, graph.producer_index, source.placement_keys(sharding)
     forward: list[tuple[int, int]] = []
     backward: list[tuple[int, int]] = []
-    for at, forward_entry, backward_entry in work.add_moves():
+    columns: dict[tuple[str, str], tuple[int, int | None]] = {}
+    for move, forward_entry, backward_entry in work.add_moves():
+        at = source.position[move.op]
         forward += [] if forward_entry is None else [(at, forward_entry)]
         backward += [] if backward_entry is None else [(at, backward_entry)]
+        if forward_entry is not None and is_gathered_for_columns(move.source, move.target):
+            columns[move.value, move.axis] = forward_entry, backward_entry
     data_of_key: dict[Hashable, _OperatorEntry] = {}
     per_operator, stored, reads, arrivals, makes = [], [], [], [], []
     for i, (op, key) in enumerate(zip(graph.operators, keys, strict=True)):
@@ -271,6 +276,7 @@ def build_sharded_inventory(source: OperatorFacts, sharding: Sharding | None) ->
         tuple(work.collectives.numbers),  # type: ignore[arg-type]
         _to_columns(forward),
         _to_columns(backward),
+        ColumnGathers.of(graph, inventory.grads, find_column_gathers(graph, sharding, source.blocks) if sharding else (), columns),
         tuple(stored),
         tuple(reads),
         tuple(arrivals),

@@ -100,7 +100,10 @@ def _with_chunked_collectives(parts: ShardedInventory, losses: Sequence[_Chunked
 
     again, back = list(chunks_of(parts.forward)), list(chunks_of(parts.backward))
     forward, backward = [*rest_of(parts.forward), *again], [*rest_of(parts.backward), *again, *back]
-    return replace(parts, collectives=tuple(collectives), forward=_to_columns(forward), backward=_to_columns(backward))
+    return replace(
+        parts, collectives=tuple(collectives), forward=_to_columns(forward), backward=_to_columns(backward),
+        column_gathers=parts.column_gathers.without_layers([loss.linear for loss in losses]),
+    )  # fmt: skip
 
 
 def _chunk_of(collective: Collective, num_chunks: int) -> Collective:

@@ -63,13 +63,14 @@ class OperatorPricer:
     busy: tuple[int, int] | None = None  # CPUs: (concurrent ranks, threads of each); None for those of a layout
     replicas: tuple[int, int] | None = None  # range of replicas with unequal shares that this pricer prices; None for all
     placement_batch_size: int = 0  # the batch size that decides the sharding, if this pricer is for the smaller of unequal microbatches
+    is_plain_loop: bool = False  # the user's own loop instead of an engine
     _shardings: dict[ShardingKey, Sharding | None] = field(default_factory=dict)
     _canonical: dict[ShardingKey, ShardingKey] = field(default_factory=dict)  # the first key with an equal sharding
     _parts: dict[ShardingKey, ShardedInventory] = field(default_factory=dict)
     _cast_parts: dict[tuple[str, ShardingKey], ShardedInventory] = field(default_factory=dict)
     _chunked_parts: dict[tuple[str, int, bool, ShardingKey], ShardedInventory] = field(default_factory=dict)
     _cast_facts: dict[str, OperatorFacts] = field(default_factory=dict)
-    _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array]] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
 
     @cached_property
@@ -187,9 +188,21 @@ class OperatorPricer:
         return self.cast_operator_facts(mode).inventory if mode else self.inventory
 
     def operator_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array]:
-        """Return seconds by operator: forward and backward of compute, forward and backward of collectives."""
+        """Return seconds by operator: forward and backward of compute, forward and backward of collectives, as they show."""
+        return self._all_seconds(layout)[:4]
+
+    def hidden_seconds(self, layout: Layout) -> Array:
+        """Return, by operator, seconds of collectives that run beside its backward."""
+        return self._all_seconds(layout)[4]
+
+    def gathers_again(self, layout: Layout) -> bool:
+        """Return whether column-cut linear layers gather again in backward: a plain loop keeps what was gathered."""
+        return not self.is_plain_loop and self.devices.gathers_again(layout)
+
+    def _all_seconds(self, layout: Layout) -> tuple[Array, Array, Array, Array, Array]:
         key = (*self._canonical_key(layout), layout.axes, layout.threads, layout.microbatches, layout.precision, layout.compile,
-            layout.batch_norm, layout.shares, layout.begins[-1:], layout.loss_chunks, self.devices.fuses_products(layout))  # fmt: skip
+            layout.batch_norm, layout.shares, layout.begins[-1:], layout.loss_chunks, self.devices.fuses_products(layout),
+            self.gathers_again(layout))  # fmt: skip
         if key not in self._times:
             parts = self.cast_sharded_inventory(layout) if self.devices.times_casts(layout) else self.sharded_inventory(layout)
             compute = self.devices.operator_seconds(layout, self._scaled_kernels(layout, parts), parts.index, parts.in_block)
@@ -205,7 +218,8 @@ class OperatorPricer:
         factors = {(True, True): share, (True, False): share * layout.data, (False, True): once / layout.data, (False, False): once}
         return [(local.kernel, factors[local.batched, local.data_sharded] / local.num_chunks) for local in parts.compute]
 
-    def _collective_seconds(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array]:
+    def _collective_seconds(self, layout: Layout, compute: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Return, by operator, shown seconds of collectives forward and backward, and those that run beside its backward."""
         parts = self.sharded_inventory(layout)
         costs = self.devices.layer_collectives(layout)
         by_collective, hidden_by = [], []
@@ -230,7 +244,11 @@ class OperatorPricer:
             np.add.at(ring_s, operators, np.where(rounds[entries], unique[entries], 0.0))
             np.maximum.at(hidden, operators, hidden_fraction[entries])
             passes.append(total + np.maximum(0.0, ring_s - hidden * busy))
-        return passes[0], passes[1]
+        if not self.gathers_again(layout):
+            return passes[0], passes[1], np.zeros(len(parts.index))
+        is_fused = np.array([*(costs.fused_share < 1 and _is_of_tensor(one, "reduce_scatter") for one in parts.collectives), False])
+        more, beside = parts.column_gathers.backward_seconds(costs, unique, compute[1], is_fused)
+        return passes[0], passes[1] + more, beside
 
     def fused_workspace_bytes(self, layout: Layout) -> float:
         """Return the bytes of symmetric memory that fused products use: two pieces of the largest tensor that they gather or scatter, as

@@ -17,6 +17,7 @@ from shardwise.cost.devices.kernels import LocalKernel
 from shardwise.cost.memory.block_runs import NO_BYTES, BatchBytes, BatchBytesColumns
 from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.memory.storages import SavedStorage
+from shardwise.cost.operators.column_gathers import ColumnGathers
 from shardwise.cost.operators.ring_attention import SubgroupSpan
 from shardwise.cost.shard_counts import num_shards
 from shardwise.model.dims.labels import expert_weights
@@ -62,13 +63,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class ShardedInventory:
-    """Operator i is `compute[index[i]]`. `forward` and `backward`: (operators, entries of `collectives`)."""
+    """Operator i is `compute[index[i]]`. `forward` and `backward`: (operators, entries of `collectives`). `column_gathers`: gathers that
+    backward may repeat."""
 
     compute: tuple[LocalOperator, ...]
     index: NDArray[np.intp]
     collectives: tuple[Collective, ...]
     forward: tuple[NDArray[np.intp], NDArray[np.intp]]
     backward: tuple[NDArray[np.intp], NDArray[np.intp]]
+    column_gathers: ColumnGathers
     saved: tuple[tuple[SavedStorage, ...], ...]
     reads: tuple[tuple[tuple[int, SavedStorage], ...], ...]  # (number of the producer, storage) of each operand
     arrivals: tuple[tuple[SavedStorage, ...], ...]  # the same storages after redistribution, as the operator reads them

@@ -64,7 +64,7 @@ NO_UNLAYERED_COST = UnlayeredCost()
 class StageBaseCost:
     """Base cost of a stage. `recomputed`: seconds of recomputing layers, `scores_s` of selective recomputation; `weight_s`: backward
     seconds of weight gradients. `first_equal`: the first equal stage. `state`: with buckets of the default size; `state_with` is given the
-    elements of a bucket."""
+    elements of a bucket. `hidden_s`: seconds of collectives inside layers that run beside products of backward."""
 
     compute: Seconds
     collectives: Seconds
@@ -78,6 +78,7 @@ class StageBaseCost:
     layer_costs: Callable[[], tuple[LayerCost, ...]]  # its layers, in order
     unlayered_cost: Callable[[], UnlayeredCost]
     first_equal: int
+    hidden_s: float = 0.0
 
 
 def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: StageSection) -> StageBaseCost:
@@ -184,7 +185,8 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     weight_s = 0.5 * float(times[1][pricer.weighted_under(layout)[ops]].sum()) + adding
     by_run = tuple(runs.parameters.tolist())
     sums = GradientVolume(parameters.reductions, parameters.num_tied, parameters.num_parameters, by_run)
-    return StageBaseCost(busy, network, block, scores_s, weight_s, sums, state, state_with, by_layer, loads, ends, stage.index)
+    hidden_s = float(pricer.hidden_seconds(layout)[ops].sum())
+    return StageBaseCost(busy, network, block, scores_s, weight_s, sums, state, state_with, by_layer, loads, ends, stage.index, hidden_s)
 
 
 def _with_cheap_costs(

@@ -55,11 +55,13 @@ class GradientVolume:
 @dataclass(frozen=True, slots=True)
 class HiddenCollectives:
     """Seconds of a stage's collectives that run behind its compute: gathers of updated weights behind a step's first forward, reductions
-    behind its last backward, and `per_microbatch` the gathers and scatters behind every forward and backward."""
+    behind its last backward, and `per_microbatch` the gathers and scatters behind every forward and backward. `layers_s`: those inside
+    layers behind every backward, beside products."""
 
     gathers_s: float = 0.0
     reductions_s: float = 0.0
     per_microbatch: Seconds = field(default_factory=Seconds)
+    layers_s: float = 0.0
 
 
 NOTHING_HIDDEN = HiddenCollectives()

@@ -1,8 +1,8 @@
 """Timeline of a predicted step: the simulated program, the collectives that it hides, and what follows it.
 
 Hidden collectives are shown where the run has them: gathers of updated weights (ZeRO-1 and 2) from a step's first forward on, since they
-begin with the update before; reductions until the last backward; gathers and scatters of ZeRO-2 and 3 beside every compute. Not modelled:
-when each bucket begins.
+begin with the update before; reductions until the last backward; gathers and scatters of ZeRO-2 and 3 beside every compute; collectives
+of tensor ranks, in groups of their own, beside every backward. Not modelled: when each bucket, or each layer's collective, begins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardwise.cost.stages.gradients import HiddenCollectives
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.timing import PricedLayout, simulate_timeline
 from shardwise.plan.ir.program import ManageOp
-from shardwise.plan.ir.timeline import COMPUTE_LANE, STEP_LANE, Span, Timeline
+from shardwise.plan.ir.timeline import COMPUTE_LANE, STEP_LANE, TENSOR_LANE, Span, Timeline
 
 COLLECTIVE_LANE = "collective"
 FORWARD, BACKWARD = ("F",), ("B", "I")  # kinds of compute that gathers and scatters of a microbatch run beside
@@ -61,6 +61,8 @@ def _spans_behind(rank: int, stage: int, spans: list[Span], hidden: HiddenCollec
         kind = gather if span.kind in FORWARD else reduction
         if seconds:
             yield Span(rank, COLLECTIVE_LANE, f"{stage}{kind}", span.start_s, span.start_s + seconds, kind)
+        if hidden.layers_s and span.kind in BACKWARD:
+            yield Span(rank, TENSOR_LANE, f"{stage}{TENSOR_LANE}", span.start_s, span.start_s + hidden.layers_s, TENSOR_LANE)
     if hidden.reductions_s:
         end = spans[-1].end_s
         yield Span(rank, COLLECTIVE_LANE, f"{stage}{reduction}", end - hidden.reductions_s, end, reduction)

@@ -79,14 +79,14 @@ def _stage_costs(pricer: Pricer, layout: Layout, sites: Sequence[str]) -> tuple[
 
 
 def balanced_sites(pricer: Pricer, layout: Layout) -> tuple[str, ...]:
-    """Return the sites where the most balanced stages begin, () of a single stage; the same whatever the schedule, ZeRO stage and
-    recomputation."""
+    """Return the sites where the most balanced stages begin, () of a single stage; the same whatever the ZeRO stage, recomputation and
+    schedule, but for what a divided backward changes."""
     if layout.num_stages == 1:
         return ()
     key = (
         layout.axes, layout.num_stages, layout.microbatches, layout.precision, layout.threads, layout.sequence_parallel,
         layout.sample_parallel, layout.attention, layout.batch_norm, layout.shares, layout.inner,
-        layout.loss_chunks,
+        layout.loss_chunks, pricer.gathers_again(layout),
     )  # fmt: skip
     if key not in pricer.balanced_sites:
         tried = cut_candidates(pricer, layout)

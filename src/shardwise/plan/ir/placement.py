@@ -202,6 +202,11 @@ def is_shard(placement: Placement | None) -> TypeGuard[Shard]:
     return type(placement) is Shard
 
 
+def has_equal_pieces(placement: Shard) -> bool:
+    """Return whether all ranks' shards are equally long, and each is one piece."""
+    return not placement.lengths and not placement.runs
+
+
 def is_disjoint_shard(placement: Placement | None) -> TypeGuard[Shard | Strided]:
     """Return whether ranks hold shards, in any order, each entry once."""
     return type(placement) is Shard or type(placement) is Strided

@@ -20,13 +20,14 @@ from shardwise.units import format_seconds
 FORMAT_VERSION = 1
 COMPUTE_LANE = "compute"
 STEP_LANE = "step"  # of a predicted step besides its program: exposed gradient reductions, the optimizer, the rest
+TENSOR_LANE = "tensor"  # of a predicted step: collectives inside layers beside its computes
 
 
 class Span(NamedTuple):
     """One thing on one lane of one rank. A tuple, since a timeline may have a million.
 
-    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". The rest
-    of a predicted step is on the lane "step". A measurement may have more.
+    Lanes of a program: "compute", "send", "recv", "collective", "offload", "load"; kinds: the op of the action, "send", "recv". A
+    predicted step has what is beside its computes on the lane "tensor", the rest on "step". A measurement may have more.
     """
 
     rank: int
@@ -86,7 +87,7 @@ class Timeline:
     @cached_property
     def program(self) -> Timeline:
         """Return the timeline without spans that are no actions of its program, as a run measures it."""
-        return Timeline(self.name, self.num_ranks, tuple(span for span in self.spans if span.lane != STEP_LANE))
+        return Timeline(self.name, self.num_ranks, tuple(span for span in self.spans if span.lane not in (STEP_LANE, TENSOR_LANE)))
 
     @property
     def total_s(self) -> float:

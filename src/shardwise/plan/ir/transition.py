@@ -100,6 +100,11 @@ def is_allowed_in_forward(source: Placement, target: Placement) -> bool:
     return row is not None and row.is_allowed_in_forward
 
 
+def is_gathered_for_columns(source: Placement, target: Placement) -> bool:
+    """Return whether ranks gather shards of a value, and reduce what each adds to its gradient: as column-cut linear layers read it."""
+    return isinstance(source, Shard) and isinstance(target, DeferredReduce)
+
+
 @cache
 def sent_fraction(source: Placement, target: Placement, n: int) -> float:
     """Fraction of the whole tensor that the busiest of n ranks sends.
