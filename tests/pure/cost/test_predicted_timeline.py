@@ -11,7 +11,7 @@ from shardwise.cost.calibration.efficiency import stack_of
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.predicted_timeline import step_timeline
 from shardwise.cost.step_time.timing import PricedLayout, price, simulate_time
-from shardwise.plan.ir.timeline import COMPUTE_LANE, STEP_LANE, Span, Timeline
+from shardwise.plan.ir.timeline import COMPUTE_LANE, STEP_LANE, TENSOR_LANE, Span, Timeline
 from shardwise.plan.layout import Layout
 from tests.support.gpt_graph import gpt
 
@@ -24,6 +24,8 @@ LAYOUTS = (
     "data=8 pipeline=2 chunks=2 microbatches=4 tensor=2 schedule=interleaved zero=1",
     "data=8 pipeline=4 microbatches=4 schedule=zb-h1 zero=1", "data=16 pipeline=2 microbatches=4 zero=3",
     "data=32 zero=1 offload=optimizer", "data=32 staleness=1", "pipeline=8 tensor=4 microbatches=32",
+    "data=4 tensor=8 sequence_parallel=on zero=3 microbatches=2", "data=4 tensor=8 sequence_parallel=on recompute=full",
+    "pipeline=4 tensor=8 sequence_parallel=on microbatches=8", "pipeline=4 tensor=8 sequence_parallel=on microbatches=8 schedule=zb-h1",
 )  # fmt: skip
 
 
@@ -37,7 +39,8 @@ def priced_and_shown(text: str, contention: float = 0.12) -> tuple[PricedLayout,
 
 def spans_of(timeline: Timeline, kind: str) -> list[Span]:
     """The collectives of a kind on the first rank."""
-    return [span for span in timeline.spans if (span.rank, span.lane, span.kind) == (0, "collective", kind) and span.duration_s > 0]
+    lane = TENSOR_LANE if kind == TENSOR_LANE else "collective"
+    return [span for span in timeline.spans if (span.rank, span.lane, span.kind) == (0, lane, kind) and span.duration_s > 0]
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -48,7 +51,7 @@ def test_the_timeline_ends_with_the_predicted_step(text: str) -> None:
     program_end_s = max(span.end_s for span in shown.spans if span.lane == COMPUTE_LANE)
     for span in shown.spans:
         assert span.start_s >= shown.start_s - 1e-12
-        if span.lane == "collective" and span.duration_s:
+        if span.lane in ("collective", TENSOR_LANE) and span.duration_s:
             assert span.end_s <= program_end_s + 1e-12, f"{text}: {span}"
 
 
@@ -68,7 +71,7 @@ def test_shown_and_hidden_collectives_are_all_that_a_network_alone_would_take(te
     def exposed_s(which: PricedLayout) -> float:
         return sum(which.costs[s].gradients_s + m * which.costs[s].collectives.total for s in stages)
 
-    hidden_s = sum(span.duration_s for span in (*spans_of(shown, "UNSHARD"), *spans_of(shown, "REDUCE_GRAD")))
+    hidden_s = sum(span.duration_s for kind in ("UNSHARD", "REDUCE_GRAD", TENSOR_LANE) for span in spans_of(shown, kind))
     assert exposed_s(priced) + hidden_s == pytest.approx(exposed_s(alone), rel=1e-6)
 
 
@@ -91,3 +94,15 @@ def test_gathers_of_zero_3_lie_beside_every_compute() -> None:
     """Two microbatches: gathers beside both forwards, gathers and scatters beside both backwards."""
     _, shown = priced_and_shown("data=32 zero=3 microbatches=2")
     assert [len(spans_of(shown, kind)) for kind in ("UNSHARD", "REDUCE_GRAD")] == [2, 2]
+
+
+def test_collectives_inside_layers_lie_beside_every_undivided_backward() -> None:
+    """One span a backward, as long as what the products hide; what a run measures has none, since they are no actions of its program."""
+    text = "pipeline=4 tensor=8 sequence_parallel=on microbatches=8"
+    priced, shown = priced_and_shown(text)
+    backwards = [span for span in shown.spans if (span.rank, span.lane, span.kind) == (0, COMPUTE_LANE, "B")]
+    found = spans_of(shown, TENSOR_LANE)
+    assert [span.start_s for span in found] == [span.start_s for span in backwards]
+    assert {round(span.duration_s, 12) for span in found} == {round(priced.costs[0].hidden.layers_s, 12)}
+    assert not spans_of(shown.program, TENSOR_LANE)
+    assert not spans_of(priced_and_shown(text + " schedule=zb-h1")[1], TENSOR_LANE)

@@ -23,10 +23,10 @@ PLAIN = (  # whole sequences between layers, ranks of two hosts, 8 bits, a divid
 )  # fmt: skip
 
 
-def pricers() -> tuple[Pricer, Pricer]:
+def pricers(**changes: float) -> tuple[Pricer, Pricer]:
     """Pricers with fused products, and of the same set without."""
-    fused = Pricer(GRAPH, CLUSTER, 32)
-    return fused, Pricer(GRAPH, CLUSTER, 32, stack=replace(stack_of(CLUSTER.device), fused_share=1.0))
+    fused, plain = (replace(stack_of(CLUSTER.device, name), **changes) for name in ("torch-symmetric", "torch"))
+    return Pricer(GRAPH, CLUSTER, 32, stack=fused), Pricer(GRAPH, CLUSTER, 32, stack=plain)
 
 
 @pytest.mark.parametrize("text", PLAIN)
@@ -38,8 +38,9 @@ def test_where_they_would_not_run_nothing_is_cheaper_and_no_room_is_taken(text: 
 
 
 def test_gathers_of_forward_and_scatters_of_backward_show_a_part() -> None:
-    """By the collectives themselves: a linear layer that scatters its result waits as before, and so does its gather in backward."""
-    fused, plain = pricers()
+    """By the collectives themselves: a linear layer that scatters its result waits as before, and so does its gather in backward. Beside a
+    set whose products hide nothing."""
+    fused, plain = pricers(overlap=0.0, zero_overlap=0.0)
     layout = Layout.parse(RUNS)
     parts = plain.sharded_inventory(layout)
     seconds = [plain.collective(one.name, size, plain.collective_group(layout, one)) for one, size in zip(
@@ -75,7 +76,8 @@ def test_the_share_is_what_a_published_run_gained() -> None:
         context = PricingContext(model, cluster, 512)
         shares = []
         for tensor in (1.0, 0.56):
-            pricer = Pricer(context.graph, cluster, 512, stack=replace(stack_of(cluster.device), tensor=tensor))
+            stack = replace(stack_of(cluster.device), name="torchtitan", tensor=tensor)  # it waits for each, and repeats no gather
+            pricer = Pricer(context.graph, cluster, 512, stack=stack)
             cost = pricer.stages(layout)[0]
             shares.append(cost.forward_s + cost.backward_s)
         steps.append(shares)
