@@ -272,7 +272,7 @@ class BranchAndBound:
         ):
             self._price_simplest(base)
         cheapest: dict[tuple[object, ...], tuple[float, Layout]] = {}
-        for layout, bound_s in arrange_in_grids(self.pricer, list(self.timed_layouts), self._cannot_win):
+        for layout, bound_s in arrange_in_grids(self.pricer, self.space, list(self.timed_layouts), self._cannot_win):
             seconds = self._price_grid_s(layout, bound_s)
             mesh = (layout.data, layout.branch, layout.tensor, layout.pipeline, layout.context, layout.spatial)
             if mesh not in cheapest or seconds < cheapest[mesh][0]:

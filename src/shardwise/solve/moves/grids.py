@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.step import Pricer
@@ -37,9 +38,10 @@ MAX_MULTI_NODE_MESHES = 2  # meshes with tensor ranks on several nodes
 
 
 def arrange_in_grids(
-    pricer: Pricer, priced: Iterable[PricedLayout], cannot_win: Callable[[Layout, float], bool]
+    pricer: Pricer, space: SearchSpace, priced: Iterable[PricedLayout], cannot_win: Callable[[Layout, float], bool]
 ) -> Iterator[tuple[Layout, float]]:
-    """Yield layouts with their tensor ranks in a grid, and a lower bound in seconds of each.
+    """Yield layouts with their tensor ranks in a grid, and a lower bound in seconds of each: with sequences whole or divided between
+    products, since what is best in a line need not be in a grid.
 
     `cannot_win`: whether a layout of at least so many seconds cannot be the best.
     """
@@ -51,9 +53,10 @@ def arrange_in_grids(
         collectives_s = dict(candidate.prediction.parts).get("tensor", 0.0)
         if cannot_win(candidate.layout, candidate.prediction.step_time_s - collectives_s):
             continue
-        for grid in grids_of(candidate.layout.tensor)[:MAX_GRIDS]:
+        sequences = [each for each in ("off", "on") if space.admits("sequence_parallel", each)]
+        for grid, sequence in product(grids_of(candidate.layout.tensor)[:MAX_GRIDS], sequences):
             try:
-                layout = replace(candidate.layout, grid=grid)
+                layout = replace(candidate.layout, grid=grid, sequence_parallel=sequence)
                 yield layout, layout_lower_bound_s(pricer, layout, not has_fill_drain_bubble(layout))
             except (Infeasible, LayoutError):
                 continue
