@@ -14,7 +14,7 @@ from shardwise.cli.pricing_context import PricingContext
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.operators import column_gathers
 from shardwise.cost.step import Pricer
-from shardwise.lower.column_linears import apply_column_linears, fuse_column_linears
+from shardwise.lower.column_linears import apply_column_linears, fuse_column_linears, keeps_pieces
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import lower
 from shardwise.lower.lowering import Lowering, called_function, groups_of
@@ -91,3 +91,9 @@ def test_a_price_that_joins_other_readers_is_found(monkeypatch: pytest.MonkeyPat
     """The broken twin: whatever reads a gathered tensor counts as linear layers of one block."""
     monkeypatch.setattr(column_gathers, "_run_together", lambda *_: True)
     assert any(priced != lowered for priced, lowered in (both_ways(model, text) for model, text, _ in CASES))
+
+
+@pytest.mark.parametrize(("machines", "device"), [(MACHINES, "cuda"), ("1xcpu-2", "cpu")])
+def test_pieces_are_priced_on_the_devices_that_keep_them(machines: str, device: str) -> None:
+    priced = Pricer(context_of(LLAMA).graph, Cluster.parse(machines), 8).gathers_again(Layout.parse("tensor=2 sequence_parallel=on"))
+    assert priced is keeps_pieces(torch.device(device))
