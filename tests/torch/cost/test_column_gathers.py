@@ -33,6 +33,7 @@ WIDE = "llama:vocabulary=1024,sequence=512,hidden=512,layers=2,heads=8,kv_heads=
 NARROW = LLAMA.replace("inner=96", "inner=100")  # no multiple of 16: not in 8 bits
 CASES = (  # and how many gathers are joined with the layers that read them
     (LLAMA, "tensor=2 sequence_parallel=on", 4), (WIDE, "tensor=2 sequence_parallel=on", 5), (WIDE, "tensor=2", 0),
+    (WIDE, "tensor=2 sequence_parallel=on precision=bfloat16-mixed", 5), ("bert-tiny", "tensor=2 sequence_parallel=on precision=bfloat16", 8),
     (WIDE, "tensor=2x2 sequence_parallel=on", 2), (WIDE, "tensor=2 context=2 attention=gather sequence_parallel=on", 5),
     (WIDE, "tensor=2 sequence_parallel=on precision=float8", 0), (NARROW, "tensor=2 sequence_parallel=on precision=float8", 2),
     (WIDE, "tensor=3 sequence_parallel=on", 5), (WIDE, "tensor=2 sequence_parallel=on loss_chunks=4", 4),
@@ -51,7 +52,7 @@ def lowered_layers(graph: Graph, sharding: Sharding, layout: Layout) -> set[froz
     mesh = Mesh(tuple(sharding.sizes.items()))
     world = SimpleNamespace(rank=0, group=lambda ranks: Group(ranks, 0, CollectiveRecorder(), torch.device("cpu"), lambda *_: None))
     lowering = Lowering(
-        graph=graph, sharding=sharding, groups=groups_of(graph, sharding, mesh, world), device=torch.device("cpu"), draw_state=DrawState(),
+        graph=graph, sharding=sharding, groups=groups_of(graph, sharding, mesh, world), device=torch.device("cuda"), draw_state=DrawState(),
         precision=PRECISIONS[layout.precision], loss_chunks=layout.loss_chunks,
     )  # fmt: skip
     module = fuse_column_linears(lower(split(graph, ())[0], lowering)).module
