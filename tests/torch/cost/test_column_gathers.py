@@ -33,7 +33,8 @@ WIDE = "llama:vocabulary=1024,sequence=512,hidden=512,layers=2,heads=8,kv_heads=
 NARROW = LLAMA.replace("inner=96", "inner=100")  # no multiple of 16: not in 8 bits
 CASES = (  # and how many gathers are joined with the layers that read them
     (LLAMA, "tensor=2 sequence_parallel=on", 4), (WIDE, "tensor=2 sequence_parallel=on", 5), (WIDE, "tensor=2", 0),
-    (WIDE, "tensor=2 sequence_parallel=on precision=bfloat16-mixed", 5), ("bert-tiny", "tensor=2 sequence_parallel=on precision=bfloat16", 8),
+    (WIDE, "tensor=2 sequence_parallel=on precision=bfloat16-mixed", 5),
+    ("bert-tiny", "tensor=2 sequence_parallel=on precision=bfloat16", 8),
     (WIDE, "tensor=2x2 sequence_parallel=on", 2), (WIDE, "tensor=2 context=2 attention=gather sequence_parallel=on", 5),
     (WIDE, "tensor=2 sequence_parallel=on precision=float8", 0), (NARROW, "tensor=2 sequence_parallel=on precision=float8", 2),
     (WIDE, "tensor=3 sequence_parallel=on", 5), (WIDE, "tensor=2 sequence_parallel=on loss_chunks=4", 4),
