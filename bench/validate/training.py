@@ -28,12 +28,24 @@ LLAMA2 = "llama:vocabulary=32000,sequence=4096,hidden={},layers={},heads={},kv_h
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The machine and software of a source: `node` of the catalogue, `stack`: the efficiency set ("" for torch's)."""
+    """The machine and software of a source: `node` of the catalogue, `stack`: the efficiency set ("" for torch's).
+
+    `network_bytes_per_s`: of a machine, where the source's network is slower than the catalogue's.
+    """
 
     name: str
     node: str
     stack: str
     software: str
+    network_bytes_per_s: float = 0.0
+
+    def with_own_network(self, cluster: Cluster) -> Cluster:
+        """Return `cluster` with the source's own rate between machines."""
+        if not self.network_bytes_per_s or len(cluster.levels) == 1:
+            return cluster
+        outer = cluster.levels[-1]
+        link = replace(outer.link, bandwidth_bytes_per_s=self.network_bytes_per_s)
+        return replace(cluster, levels=(*cluster.levels[:-1], replace(outer, link=link)))
 
 
 SOURCES = {
@@ -86,7 +98,7 @@ MACHINES = {"H100": "dgx-h100", "H100-96 500W": "hgx-h100-96"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One row: a published step of `seconds`, or infinity where it did not fit in memory."""
+    """One row: a published step of `seconds`, or infinity where it did not fit in memory; `memory_bytes` of a GPU where published."""
 
     source: Source
     title: str
@@ -96,6 +108,7 @@ class Run:
     node: str
     layout: Layout
     seconds: float
+    memory_bytes: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,7 @@ def price_runs(runs: Iterable[Run]) -> list[Outcome]:
     outcomes = []
     for run in runs:
         num_nodes = max(1, run.devices // Cluster.parse(run.node).node_size)
-        cluster = Cluster.parse(f"{num_nodes}x{run.node}{run.source.stack}")
+        cluster = run.source.with_own_network(Cluster.parse(f"{num_nodes}x{run.node}{run.source.stack}"))
         context = contexts.setdefault((run.model, run.batch), PricingContext(run.model, cluster, run.batch))
         variant = context.with_changes(cluster).price(run.layout)
         if (prediction := variant.prediction) is None:
@@ -202,7 +215,7 @@ def format_page(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([
         HEAD, "| source | machine and set of the catalogue | what it ran |", "|---" * 3 + "|",
         *(f"| {each.name} | `{each.node}{each.stack}` | {each.software} |" for each in dict.fromkeys(o.run.source for o in outcomes)),
-        "", SUMMARY, "", *format_summary(outcomes), "", "## All rows", "", *_format_rows(outcomes), "",
+        "", SUMMARY, "", *format_summary(outcomes), "", "## All rows", "", *format_rows(outcomes), "",
     ])  # fmt: skip
 
 
@@ -220,7 +233,7 @@ def format_summary(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _format_rows(outcomes: Sequence[Outcome]) -> list[str]:
+def format_rows(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of the table of all rows; **bold** where memory is said wrongly to suffice or not."""
     lines = ["| source | model | GPUs | layout | measured, s | predicted, s | off by | MFU, % | GiB | fits |", "|---" * 10 + "|"]
     for each in outcomes:
