@@ -39,8 +39,10 @@ class Source:
     software: str
     network_bytes_per_s: float = 0.0
 
-    def with_own_network(self, cluster: Cluster) -> Cluster:
-        """Return `cluster` with the source's own rate between machines."""
+    def cluster(self, devices: int, node: str = "") -> Cluster:
+        """Return the machines of a run on `devices`, by default of the source's `node`, with its own rate between them."""
+        num_nodes = max(1, devices // Cluster.parse(node or self.node).node_size)
+        cluster = Cluster.parse(f"{num_nodes}x{node or self.node}{self.stack}")
         if not self.network_bytes_per_s or len(cluster.levels) == 1:
             return cluster
         outer = cluster.levels[-1]
@@ -186,8 +188,7 @@ def price_runs(runs: Iterable[Run]) -> list[Outcome]:
     contexts: dict[tuple[str, int], PricingContext] = {}
     outcomes = []
     for run in runs:
-        num_nodes = max(1, run.devices // Cluster.parse(run.node).node_size)
-        cluster = run.source.with_own_network(Cluster.parse(f"{num_nodes}x{run.node}{run.source.stack}"))
+        cluster = run.source.cluster(run.devices, run.node)
         context = contexts.setdefault((run.model, run.batch), PricingContext(run.model, cluster, run.batch))
         variant = context.with_changes(cluster).price(run.layout)
         if (prediction := variant.prediction) is None:
