@@ -143,6 +143,13 @@ def _run_of(row: Mapping[str, str]) -> Run:
     layout = Layout.parse(row["layout"] + " recompute=cheap" * is_selective)
     if source.name == "BigScience, V100":  # ZERO_STAGE=1 in its script (bigscience, train/tr3-1B3-baseline/tr3m-1B3-emb-norm-pile.slurm)
         layout = replace(layout, zero=1)
+    if layout.pipeline > 1 and source.name.startswith("torchtitan"):
+        # Its defaults: a microbatch a pipeline rank, and whole gradients until the last (torch's stages defer FSDP's sums).
+        layout = replace(layout, microbatches=layout.pipeline, scatter="last")
+    if layout.context > 1 and source.name.startswith("torchtitan"):  # torch's context parallelism attends block by block
+        layout = replace(layout, attention="ring")
+    if source.name.startswith(("NeMo", "Megatron-Bridge")):  # grad_sync_dtype=bf16, grad_reduce_in_fp32=False in their scripts
+        layout = replace(layout, gradients="bfloat16")
     if source is NOT_COMPILED:  # priced as ours, whose bfloat16 is autocast: FSDP2 holds weights in 16 bits
         layout = replace(layout, precision="bfloat16-mixed")
     model, batch = _model_and_batch(row["source"], row["model"], devices, layout)

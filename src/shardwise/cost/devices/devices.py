@@ -51,7 +51,10 @@ def gradient_bytes(layout: Layout) -> float:
 class LayerCollectives:
     """Collectives inside layers: their time relative to the library's own, the exposed fraction of those of backward, the added time until
     all ranks arrive, the fraction by which compute grows from waiting, the fraction of ring traffic that may overlap with compute, and the
-    fraction that shows of what runs fused with products: gathers of forward and scatters of backward over tensor ranks."""
+    fraction that shows of what runs fused with products: gathers of forward and scatters of backward over tensor ranks.
+    `copy_s_per_byte`: of copying a tensor whose positions are gathered or scattered, behind its samples. `scatters_alone`: `slowdown` is of
+    collectives in products, and those that scatter sums of products' results in backward are not. `gather_width`: of what forward gathers,
+    relative to what it computes with. `gathers_keys`: keys and values are repeated for all query heads, and forward gathers them."""
 
     slowdown: float = 1.0
     exposed_backward: float = 1.0
@@ -59,6 +62,29 @@ class LayerCollectives:
     wait_fraction: float = 0.0
     ring_overlap: float = 0.0  # none on CPUs, where it takes the cores that compute
     fused_share: float = 1.0
+    copy_s_per_byte: float = 0.0
+    scatters_alone: bool = False
+    gather_width: float = 1.0
+    gathers_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSaving:
+    """What layers save and run again where it is not what the graph's operators do (`cost.operators.layer_saving`).
+
+    `saved_products`: fraction of a layer's products whose results `recompute=cheap` saves; the others run again, and so do the gathers of
+    all products' inputs. `stops_early`: recomputation of a layer ends before products whose results backward does not need.
+    `fuses_activations`: one kernel makes activations and multiplies them, and saves only what it reads. `narrows_operands`: products save
+    8-bit copies of their operands in place of these.
+    """
+
+    saved_products: float = 1.0
+    stops_early: bool = False
+    fuses_activations: bool = False
+    narrows_operands: bool = False
+
+
+AS_COUNTED = LayerSaving()
 
 
 @dataclass(frozen=True)
@@ -161,6 +187,14 @@ class Devices(ABC):
     def fuses_products(self, layout: Layout) -> bool:
         """Return whether column-cut linear layers run fused with their collectives (`world/fused_products`)."""
         return False
+
+    def defers_sums(self, layout: Layout) -> bool:
+        """Return whether gradients are reduced after the last backward, with no compute beside."""
+        return False
+
+    def layer_saving(self, layout: Layout) -> LayerSaving:
+        """Return what layers save where it is not what the graph's operators save."""
+        return AS_COUNTED
 
     @property
     def all_reduces(self) -> bool:

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from shardwise.cluster.cluster import Device, Speed
 from shardwise.cost.calibration.efficiency import SERIAL, SYMMETRIC, TORCH, EfficiencySet
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths, gradient_bytes
+from shardwise.cost.devices.devices import (
+    HOST_BYTES_PER_S,
+    Array,
+    Devices,
+    HostCopies,
+    LayerCollectives,
+    LayerSaving,
+    Widths,
+    gradient_bytes,
+)
 from shardwise.cost.devices.kernel_memory import KernelMemory
 from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
 from shardwise.model.strides.autocast_dtypes import CAST
@@ -114,7 +123,12 @@ class Gpus(Devices):
 
     def layer_collectives(self, layout: Layout) -> LayerCollectives:
         stack, share = self.stack, self.stack.fused_share if self.fuses_products(layout) else 1.0
-        return LayerCollectives(stack.tensor, 1.0 - stack.tensor_overlap, ring_overlap=1.0, fused_share=share)
+        copy_s = 2 / (self.cluster.device.memory_bandwidth_bytes_per_s * stack.bandwidth) * stack.copies_pieces
+        is_narrow = bool(PRECISIONS[layout.precision].linear_dtype) and stack.gathers_float8
+        return LayerCollectives(
+            stack.tensor, 1.0 - stack.tensor_overlap, ring_overlap=1.0, fused_share=share, copy_s_per_byte=copy_s,
+            scatters_alone=stack.scatters_alone, gather_width=0.5 if is_narrow else 1.0, gathers_keys=stack.gathers_keys,
+        )  # fmt: skip
 
     def fuses_products(self, layout: Layout) -> bool:
         """Return whether they run fused: with pieces of positions, on ranks of one host, in 16 bits or more, in an undivided backward."""
@@ -143,6 +157,16 @@ class Gpus(Devices):
 
     def exposed_send_fraction(self, layout: Layout) -> float:
         return 0.0 if layout.chunks > 1 and self.stack.hides_chunk_sends else self.stack.exposed_sends
+
+    def defers_sums(self, layout: Layout) -> bool:
+        return self.stack.defers_sums and layout.pipeline > 1 and layout.scatters_last
+
+    def layer_saving(self, layout: Layout) -> LayerSaving:
+        stack, is_narrow = self.stack, bool(PRECISIONS[layout.precision].linear_dtype)
+        return LayerSaving(
+            stack.saved_float8_products if is_narrow else stack.saved_products, stack.stops_early, stack.fuses_activations,
+            is_narrow and stack.saves_float8,
+        )  # fmt: skip
 
     @property
     def scatters_sends(self) -> bool:

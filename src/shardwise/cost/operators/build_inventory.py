@@ -18,7 +18,14 @@ from shardwise.cost.devices.recurrent import extra_bytes, num_single_steps, shar
 from shardwise.cost.memory.block_runs import BatchBytes, BatchBytesColumns
 from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.memory.storages import StorageMap
-from shardwise.cost.operators.ring_attention import SubgroupSpan, attention_collectives, in_transit_bytes, merge_bytes, saved_by_exchange
+from shardwise.cost.operators.ring_attention import (
+    RING,
+    SubgroupSpan,
+    attention_collectives,
+    in_transit_bytes,
+    merge_bytes,
+    saved_by_exchange,
+)
 from shardwise.cost.operators.sharded_inventory import ANY_EXPERTS, Collective, LocalOperator, ShardedInventory, block_of, dispatched_values
 from shardwise.cost.shard_counts import (
     is_operator_sharded,
@@ -183,6 +190,7 @@ class _InventoryBuilder:
         by_row: bool = False,
         num_pieces: float = 0,
         among: SubgroupSpan = None,
+        repeats: float = 1.0,
     ) -> int:
         """Add a collective on a value, or on `size` bytes, and return its entry."""
         is_shared = (is_sharded_over_data(self.sharding, value) or by_row) and not (
@@ -192,7 +200,7 @@ class _InventoryBuilder:
         is_batched = by_row or (size is None and value in self.inventory.batched)
         experts = self._experts[value] if axis == EXPERT else ANY_EXPERTS
         is_narrow, is_float32 = value in self.source.narrow_values, size is not None
-        return self.collectives(Collective(name, axis, size_bytes, is_batched, is_shared, is_narrow, is_float32, among, experts))
+        return self.collectives(Collective(name, axis, size_bytes, is_batched, is_shared, is_narrow, is_float32, among, experts, repeats))
 
     def add_moves(self) -> Iterator[tuple[int, int | None, int | None]]:
         """Yield (operator, entries forward and backward) of every `Redistribution`."""
@@ -412,7 +420,9 @@ def _add_kernel_collectives(
     is_replicated = is_fully_replicated(placement)
     tensors = inventory.graph.tensors
     for ring in attention_collectives(inventory, sharding, op, axis):
-        entry = add_collective(ring.name, ring.value, axis, ring.size_bytes, ring.size_bytes is not None, ring.num_shards, ring.subgroup)
+        is_float32 = ring.size_bytes is not None
+        repeats = tensors[op.inputs[0]].shape[-3] / tensors[ring.value].shape[-3] if ring.name == RING else 1.0
+        entry = add_collective(ring.name, ring.value, axis, ring.size_bytes, is_float32, ring.num_shards, ring.subgroup, repeats)
         forward += [entry] * ring.forward
         backward += [entry] * ring.backward
     if is_operator_sharded(sharding, op.name, axis) and shards_hidden_units(sharding, op):

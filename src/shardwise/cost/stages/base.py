@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.convolutions import uses_torch_kernel
 from shardwise.cost.memory.block_runs import DEFAULT_BUCKET_ELEMENTS, BlockRuns, saved_by_later
 from shardwise.cost.memory.memory import PeakByZeroStage, StageState
+from shardwise.cost.operators.layer_saving import without_last_products
+from shardwise.cost.shard_counts import num_shards
 from shardwise.cost.stages.gradients import GradientVolume
 from shardwise.cost.stages.sections import StageSection, is_recomputed
 from shardwise.model.stages.stages import Stage
@@ -82,14 +84,21 @@ class StageBaseCost:
 
 def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: StageSection) -> StageBaseCost:
     """Return the base cost of a stage under a layout."""
-    parts, ops = pricer.sharded_inventory(layout), section.operators
+    parts, ops = pricer.with_layer_saving(layout, pricer.sharded_inventory(layout)), section.operators
+    saving = pricer.devices.layer_saving(layout)
     times = [x[ops] for x in pricer.operator_seconds(layout)]
     busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
 
     @cache
     def recomputed_s(residency: Residency) -> Seconds:
         is_rerun = is_recomputed(parts, ops, residency, stage.index)
-        return Seconds(float(times[0][is_rerun].sum()), float(times[2][is_rerun].sum()) * (residency.recompute.kind != CHEAP))
+        is_cheap = residency.recompute.kind == CHEAP
+        if is_cheap:  # a product that is not saved needs what is gathered for it
+            is_gathered = is_rerun.any() & (saving.saved_products < 1) & parts.products[ops] & parts.in_block[ops]
+            return Seconds(float(times[0][is_rerun].sum()), float(times[2][is_gathered].sum()))
+        if saving.stops_early and residency.segment == 1:
+            is_rerun = without_last_products(parts, ops, is_rerun)
+        return Seconds(float(times[0][is_rerun].sum()), float(times[2][is_rerun].sum()))
 
     def block(residency: Residency) -> Seconds:
         return recomputed_s(residency.of_stage(stage.index))
@@ -97,9 +106,13 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.devices.saves_scores else 0.0
     parameters, scale = section.parameters, pricer.microbatch(layout)
     elsewhere = parameters.num_expert * (1 - 1 / pricer.expert_divisor(layout))  # experts of other ranks
-    incoming = sum(pricer.boundary_bytes(layout, values) for _, values in stage.receives) / layout.data
-    learn = pricer.inventory.grads
-    leaving = sum(pricer.boundary_bytes(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
+    sharding, learn = pricer.sharding(layout), pricer.inventory.grads
+
+    def boundary_bytes(values: Iterable[str]) -> float:  # of one rank: a shard of each
+        return sum(pricer.boundary_bytes(layout, [v]) / num_shards(sharding, v) for v in values) / layout.data
+
+    incoming = boundary_bytes(v for _, values in stage.receives for v in values)
+    leaving = boundary_bytes(v for _, values in stage.sends for v in values if v in learn)
     busy, adding = pricer.devices.with_microbatch_overhead(layout, busy, parameters.num_trainable - elsewhere)
     if layout.microbatches > 1 and (exposed := pricer.devices.exposed_send_fraction(layout)):
         outgoing = sum(stage_send_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)

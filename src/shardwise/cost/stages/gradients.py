@@ -140,7 +140,7 @@ def gradient_reduction_s(
         after_s += tied_s
     if layout.staleness:
         after_s, pull_s = max(0.0, after_s + pull_s + gathers_s - overlap * step_s), 0.0
-    elif overlap and after_s and layout.branch == 1:  # with branches reductions follow backward
+    elif overlap and after_s and layout.branch == 1 and not devices.defers_sums(layout):  # with branches reductions follow backward
         shown = _exposed_reductions_s(queues, after_s, overlap * window.backward)
         after_s, hidden_s = shown + contention * (after_s - shown), after_s - shown
     if gathers_s and not layout.staleness:
