@@ -116,7 +116,8 @@ class EfficiencySet:
     collectives in products, and scatters of inputs' gradients, sums of several products' results, are not among them; `gathers_float8`:
     inputs of 8-bit products are cast before they are gathered; `gathers_keys`: over positions keys and values are repeated for all query
     heads, and gathered beside the attention to a rank's own; `defers_sums`: gradients that a pipeline scatters in the last microbatch only
-    are reduced after it, behind no compute. `saved_products` and `saved_float8_products` (of 8-bit ones), `stops_early`,
+    are reduced after it, behind no compute; `gathers_once`: ZeRO-3 gathers a layer's weights once for its recomputation and its backward.
+    `saved_products` and `saved_float8_products` (of 8-bit ones), `stops_early`,
     `fuses_activations` and, of 8-bit products, `saves_float8`: what layers save and run again (`cost.devices.devices.LayerSaving`).
     """
 
@@ -165,6 +166,7 @@ class EfficiencySet:
     gathers_float8: bool = False
     gathers_keys: bool = False
     defers_sums: bool = False
+    gathers_once: bool = False
     saved_products: float = 1.0
     saved_float8_products: float = 1.0
     stops_early: bool = False

@@ -188,6 +188,11 @@ class Devices(ABC):
         """Return whether column-cut linear layers run fused with their collectives (`world/fused_products`)."""
         return False
 
+    @property
+    def gathers_once(self) -> bool:
+        """Return whether backward gathers a layer's weights once, for its recomputation too."""
+        return False
+
     def defers_sums(self, layout: Layout) -> bool:
         """Return whether gradients are reduced after the last backward, with no compute beside."""
         return False

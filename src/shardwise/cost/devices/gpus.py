@@ -158,6 +158,10 @@ class Gpus(Devices):
     def exposed_send_fraction(self, layout: Layout) -> float:
         return 0.0 if layout.chunks > 1 and self.stack.hides_chunk_sends else self.stack.exposed_sends
 
+    @property
+    def gathers_once(self) -> bool:
+        return self.stack.gathers_once
+
     def defers_sums(self, layout: Layout) -> bool:
         return self.stack.defers_sums and layout.pipeline > 1 and layout.scatters_last
 

@@ -134,7 +134,8 @@ def gradient_reduction_s(
         after_s += queue.seconds * is_once
         per_microbatch += Seconds(0.0, queue.seconds * (not is_once))
         if layout.zero == 3:  # gathered anew for recomputed layers; an upper bound if only some are
-            per_microbatch += Seconds(weights, (1 + (layout.residency.recompute.kind == "full")) * weights)
+            again = layout.residency.recompute.kind == "full" and not devices.gathers_once
+            per_microbatch += Seconds(weights, (1 + again) * weights)
     tied_s = _tied_reduction_s(pricer, layout, sums, widths)
     if devices.overlaps_tied_reduction:
         after_s += tied_s
