@@ -36,9 +36,9 @@ SOURCES = {
         Source("NeMo 24.07 further", "dgx-h100", "@h100-megatron-core", MEGATRON),
         Source("NeMo 24.03 long sequences", "dgx-h100", "@h100-megatron-core", MEGATRON),
         Source("Megatron-Bridge 25.09 to 26.06", "dgx-h100", "@h100-megatron-core", MEGATRON),
-        Source("llm-foundry A100-40", "dgx-a100-40", "", "PyTorch FSDP of 2023, 16-bit sums of gradients"),
-        Source("llm-foundry A100-80", "dgx-a100-80", "", "PyTorch FSDP of 2023"),
-        Source("llm-foundry H100 fp8", "dgx-h100", "", "PyTorch FSDP of 2023, TransformerEngine's linear layers"),
+        Source("llm-foundry A100-40", "dgx-a100-40", "@llm-foundry", "PyTorch FSDP of 2023, 16-bit sums of gradients"),
+        Source("llm-foundry A100-80", "dgx-a100-80", "@llm-foundry", "PyTorch FSDP of 2023"),
+        Source("llm-foundry H100 fp8", "dgx-h100", "@llm-foundry", "PyTorch FSDP of 2023, TransformerEngine's linear layers"),
     )
 }
 HEAD = """# A blind test: published training steps that nothing was fitted to

@@ -74,14 +74,17 @@ class LayerSaving:
 
     `saved_products`: fraction of a layer's products whose results `recompute=cheap` saves; the others run again, and so do the gathers of
     all products' inputs. `stops_early`: recomputation of a layer ends before products whose results backward does not need.
-    `fuses_activations`: one kernel makes activations and multiplies them, and saves only what it reads. `narrows_operands`: products save
-    8-bit copies of their operands in place of these.
+    `fuses_activations`: one kernel makes activations and multiplies them, and saves only what it reads. `fuses_layers`: so does a compiler
+    with all that is made from what is saved anyway, norms too. `narrows_operands`: products save 8-bit copies of their operands in place of
+    these. `has_loss_in_place`: the loss saves its 16-bit logits and writes their gradient over them.
     """
 
     saved_products: float = 1.0
     stops_early: bool = False
     fuses_activations: bool = False
+    fuses_layers: bool = False
     narrows_operands: bool = False
+    has_loss_in_place: bool = False
 
 
 AS_COUNTED = LayerSaving()

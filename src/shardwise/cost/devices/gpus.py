@@ -32,6 +32,7 @@ from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_lau
 from shardwise.model.strides.autocast_dtypes import CAST
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
+from shardwise.plan.residency import CHEAP
 from shardwise.schedules import schedule_of
 
 AUTOCAST = "bfloat16"
@@ -169,7 +170,7 @@ class Gpus(Devices):
         stack, is_narrow = self.stack, bool(PRECISIONS[layout.precision].linear_dtype)
         return LayerSaving(
             stack.saved_float8_products if is_narrow else stack.saved_products, stack.stops_early, stack.fuses_activations,
-            is_narrow and stack.saves_float8,
+            stack.fuses_layers and not layout.recompute.startswith(CHEAP), is_narrow and stack.saves_float8, stack.has_loss_in_place,
         )  # fmt: skip
 
     @property

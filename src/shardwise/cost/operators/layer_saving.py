@@ -24,7 +24,16 @@ def apply_layer_saving(parts: ShardedInventory, saving: LayerSaving) -> ShardedI
     if saving == AS_COUNTED:
         return parts
     cheap = _rerun_products(parts, saving.saved_products) if saving.saved_products < 1 else parts.cheap
-    return replace(parts, cheap=cheap, saved=tuple(_saved_storages(parts, saving, i) for i in range(len(parts.saved))))
+    remade = _find_remade(parts) if saving.fuses_layers else frozenset()
+    extra, working, by_torch = parts.extra_bytes.copy(), parts.working_bytes.copy(), parts.torch_bytes.copy()
+    if saving.has_loss_in_place:
+        losses = [i for i, block in enumerate(parts.blocks) if not block and i in parts.extra and kind_of_operator(parts, i) == "softmax"]
+        extra[losses] /= 2  # logits, of 16 bits, in place of the float32 logarithms of their softmax
+        working[losses] = by_torch[losses] = 0.0  # the gradient is written over them
+    return replace(
+        parts, cheap=cheap, saved=tuple(_saved_storages(parts, saving, i, remade) for i in range(len(parts.saved))),
+        extra_bytes=extra, working_bytes=working, torch_bytes=by_torch,
+    )  # fmt: skip
 
 
 def without_last_products(parts: ShardedInventory, operators: NDArray[np.intp], is_rerun: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -61,11 +70,23 @@ def _rerun_products(parts: ShardedInventory, saved_products: float) -> tuple[boo
     return tuple(cheap)
 
 
-def _saved_storages(parts: ShardedInventory, saving: LayerSaving, operator: int) -> tuple[SavedStorage, ...]:
+def _find_remade(parts: ShardedInventory) -> frozenset[str]:
+    """Return the storages in layers that backward's kernels make again from what the operator that makes them saves."""
+    remade = set[str]()
+    for i, block in enumerate(parts.blocks):
+        held = {item.root for item in parts.saved[i]}
+        if block and parts.cheap[i] and held and all(item.root in held for item in parts.arrivals[i]):
+            remade.update(item.root for item in parts.outputs[i])
+    return frozenset(remade)
+
+
+def _saved_storages(parts: ShardedInventory, saving: LayerSaving, operator: int, remade: frozenset[str]) -> tuple[SavedStorage, ...]:
     """Return the storages that an operator saves."""
     items, kind = parts.saved[operator], kind_of_operator(parts, operator)
     if not parts.blocks[operator]:
         return items
+    if remade:
+        items = tuple(one for one in items if one.copy or one.root not in remade)
     if saving.fuses_activations and kind == "elementwise":
         makers = {storage.root: maker for maker, storage in parts.reads[operator]}
         items = tuple(one for one in items if one.copy or kind_of_operator(parts, makers.get(one.root, operator)) != "activation")

@@ -256,7 +256,8 @@ def _backward_bytes(
     of a bucket): with full gradients and weights 0, or negative for gradients not yet computed; then full gradients in reduction; then
     all-gathered weights as well."""
     divisor = pricer.expert_divisor(layout)
-    parts, ops, runs = pricer.cast_sharded_inventory(layout), section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
+    parts = pricer.with_layer_saving(layout, pricer.cast_sharded_inventory(layout))
+    ops, runs = section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
     devices, scale = pricer.devices, pricer.microbatch(layout)
     widths = devices.widths(layout)
     width_factor = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout) else 1.0
