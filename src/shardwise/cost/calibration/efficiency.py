@@ -117,8 +117,8 @@ class EfficiencySet:
     inputs of 8-bit products are cast before they are gathered; `gathers_keys`: over positions keys and values are repeated for all query
     heads, and gathered beside the attention to a rank's own; `defers_sums`: gradients that a pipeline scatters in the last microbatch only
     are reduced after it, behind no compute; `gathers_once`: ZeRO-3 gathers a layer's weights once for its recomputation and its backward.
-    `saved_products` and `saved_float8_products` (of 8-bit ones), `stops_early`, `fuses_activations`, `fuses_layers`, `has_loss_in_place`
-    and, of 8-bit products, `saves_float8`: what layers save and run again (`cost.devices.devices.LayerSaving`).
+    `saved_products` and `saved_float8_products` (of 8-bit ones), `stops_early`, `fuses_activations`, `fuses_layers`, `has_loss_in_place`,
+    `has_float32_loss` and, of 8-bit products, `saves_float8`: what layers save and run again (`cost.devices.devices.LayerSaving`).
     """
 
     name: str
@@ -174,6 +174,7 @@ class EfficiencySet:
     fuses_layers: bool = False
     saves_float8: bool = False
     has_loss_in_place: bool = False
+    has_float32_loss: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -76,7 +76,8 @@ class LayerSaving:
     all products' inputs. `stops_early`: recomputation of a layer ends before products whose results backward does not need.
     `fuses_activations`: one kernel makes activations and multiplies them, and saves only what it reads. `fuses_layers`: so does a compiler
     with all that is made from what is saved anyway, norms too. `narrows_operands`: products save 8-bit copies of their operands in place of
-    these. `has_loss_in_place`: the loss saves its 16-bit logits and writes their gradient over them.
+    these. `has_loss_in_place`: the loss saves its 16-bit logits and writes their gradient over them; `has_float32_loss`: backward has its
+    gradients in 32 bits.
     """
 
     saved_products: float = 1.0
@@ -85,6 +86,7 @@ class LayerSaving:
     fuses_layers: bool = False
     narrows_operands: bool = False
     has_loss_in_place: bool = False
+    has_float32_loss: bool = False
 
 
 AS_COUNTED = LayerSaving()

@@ -171,6 +171,7 @@ class Gpus(Devices):
         return LayerSaving(
             stack.saved_float8_products if is_narrow else stack.saved_products, stack.stops_early, stack.fuses_activations,
             stack.fuses_layers and not layout.recompute.startswith(CHEAP), is_narrow and stack.saves_float8, stack.has_loss_in_place,
+            stack.has_float32_loss,
         )  # fmt: skip
 
     @property

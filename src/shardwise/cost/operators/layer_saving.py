@@ -26,8 +26,10 @@ def apply_layer_saving(parts: ShardedInventory, saving: LayerSaving) -> ShardedI
     cheap = _rerun_products(parts, saving.saved_products) if saving.saved_products < 1 else parts.cheap
     remade = _find_remade(parts) if saving.fuses_layers else frozenset()
     extra, working, by_torch = parts.extra_bytes.copy(), parts.working_bytes.copy(), parts.torch_bytes.copy()
+    losses = [i for i, block in enumerate(parts.blocks) if not block and i in parts.extra and kind_of_operator(parts, i) == "softmax"]
+    if saving.has_float32_loss:  # other gradients are of 16 bits
+        working[losses], by_torch[losses] = 2 * working[losses], 2 * by_torch[losses]
     if saving.has_loss_in_place:
-        losses = [i for i, block in enumerate(parts.blocks) if not block and i in parts.extra and kind_of_operator(parts, i) == "softmax"]
         extra[losses] /= 2  # logits, of 16 bits, in place of the float32 logarithms of their softmax
         working[losses] = by_torch[losses] = 0.0  # the gradient is written over them
     return replace(
