@@ -44,9 +44,9 @@ SOURCES = {
 HEAD = """# A blind test: published training steps that nothing was fitted to
 
 Written by `scripts/validate blind` from `bench/validate/blind_2023_2025.csv`, whose head names every source. The rows and the set of the
-catalogue that stands for each source were committed before any of them was priced (7e015628, 2026-11-29); *first* is what was predicted
-then (5d8b6e38), *now* what is predicted after the changes below. **Only *first* is blind.** Rows of torchtitan 2024-12 were first priced
-at e97d071b, after most of the changes: their *first* is of then. All runs fitted in memory, so a refused one is an error.
+catalogue that stands for each source were committed before any of them was priced (2026-11-29, 23:02 UTC); *first* is what was predicted
+then, committed at 23:10, *now* what is predicted after the changes below. **Only *first* is blind.** Rows of torchtitan 2024-12 were first
+priced at 23:39, after most of the changes: their *first* is of then. All runs fitted in memory, so a refused one is an error.
 
 | source | machine and set of the catalogue | what it ran |
 |---|---|---|"""

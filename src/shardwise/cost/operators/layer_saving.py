@@ -58,7 +58,8 @@ def without_last_products(parts: ShardedInventory, operators: NDArray[np.intp], 
 
 def kind_of_operator(parts: ShardedInventory, operator: int) -> str:
     """Return the kind of an operator's kernel."""
-    return parts.compute[parts.index[operator]].kernel.kind
+    kind: str = parts.compute[int(parts.index[operator])].kernel.kind
+    return kind
 
 
 def _rerun_products(parts: ShardedInventory, saved_products: float) -> tuple[bool, ...]:
