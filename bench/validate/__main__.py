@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     "rules": "bench.verify.rules.__main__", "mutations": "bench.verify.mutations.__main__", "published": "bench.validate.published",
     "scripts": "bench.verify.scripts.__main__", "silicon": "bench.validate.silicon",
-    "training": "bench.validate.training",
+    "training": "bench.validate.training", "blind": "bench.validate.blind",
 }  # fmt: skip
 PARTS = {"collectives": collectives, "layer": layer, "bubbles": bubbles, "single_node": single_node, "sharded": sharded}
 

@@ -122,7 +122,9 @@ TRAINING = """
 
 `scripts/validate training` prices published layouts on 8 to 1,024 V100, A100 and H100 by the function behind `shardwise plan`, each with
 the set of the catalogue that stands for the software of its source, and compares seconds and whether memory suffices: [each row, the sets,
-and what was fitted](benchmarks/training.md). By source:
+what was chosen after errors had been seen, and what is off without a cause that was found](benchmarks/training.md).
+`scripts/validate blind` does the same with 100 rows that nothing was fitted to, the first 96 priced before anything was changed for them:
+[first 6.3 % in the mean, and what that led to](benchmarks/blind.md). By source:
 
 """
 

@@ -178,7 +178,8 @@ class Pricer(OperatorPricer):
         return self._splits[key]
 
     def _sections_of(self, layout: Layout, sites: tuple[str, ...]) -> SectionCache:
-        half, cutting = self.devices.is_half(layout), (*self._canonical_key(layout), self.devices.cast_mode(layout), layout.loss_chunks)
+        half, saving = self.devices.is_half(layout), self.devices.layer_saving(layout)
+        cutting = (*self._canonical_key(layout), self.devices.cast_mode(layout), layout.loss_chunks, saving)
         key = (*cutting, half, sites)
         if key not in self._sections:
             if cutting not in self._kinds:
@@ -186,7 +187,7 @@ class Pricer(OperatorPricer):
                 self._kinds[cutting] = CostClasses(
                     inventory,
                     self.sharding(layout),
-                    self.cast_sharded_inventory(layout),
+                    self.with_layer_saving(layout, self.cast_sharded_inventory(layout)),
                     self._experts,
                     self.weighted_under(layout),
                 )

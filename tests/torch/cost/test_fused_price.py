@@ -74,13 +74,11 @@ def test_the_share_is_what_a_published_run_gained() -> None:
         layout = Layout.parse("data=32 tensor=8 zero=3 recompute=full sequence_parallel=on precision=bfloat16-mixed")
         cluster = Cluster.parse("32xhgx-h100-96@torchtitan")
         context = PricingContext(model, cluster, 512)
-        shares = []
-        for tensor in (1.0, 0.56):
-            stack = replace(stack_of(cluster.device), name="torchtitan", tensor=tensor)  # it waits for each, and repeats no gather
-            pricer = Pricer(context.graph, cluster, 512, stack=stack)
-            cost = pricer.stages(layout)[0]
+        shares, own = [], replace(stack_of(cluster.device), name="torchtitan")  # it waits for each collective, and repeats no gather
+        for stack in (own, replace(own, tensor=0.56), stack_of(cluster.device, "torchtitan-vanilla")):
+            cost = Pricer(context.graph, cluster, 512, stack=stack).stages(layout)[0]
             shares.append(cost.forward_s + cost.backward_s)
         steps.append(shares)
-    vanilla, hidden = (steps[1][i] - steps[0][i] for i in (0, 1))
-    assert vanilla / hidden == pytest.approx(652 / 597, abs=0.02)
+    plain, hidden, vanilla = (steps[1][i] - steps[0][i] for i in range(3))
+    assert plain / hidden == pytest.approx(652 / 597, abs=0.02)
     assert 80 / 4 * vanilla == pytest.approx(16 * 8192 / 8 / 597, rel=0.05)  # and the step itself

@@ -112,7 +112,14 @@ class EfficiencySet:
     standard deviation of ranks' times (see `shardwise.cost.devices.gpus`). `moves`: in eager mode, and always without autocast, the
     fraction of memory bandwidth by kind of kernel; `convolution`: FLOP/s of convolutions by precision, all included; without it they run
     at the rate of products. `float8_products`: products of a float8-rows linear layer's three that are 8-bit: 2 if its weights' gradients
-    are 16-bit, else 3 (as of float8); `float8_cast_bytes`: moved to cast an element from 16 to 8 bits.
+    are 16-bit, else 3 (as of float8); `float8_cast_bytes`: moved to cast an element from 16 to 8 bits. `copies_pieces`: what
+    tensor ranks gather or scatter along positions is copied as a whole, since samples come first; `scatters_alone`: `tensor` is of
+    collectives in products, and scatters of inputs' gradients, sums of several products' results, are not among them; `gathers_float8`:
+    inputs of 8-bit products are cast before they are gathered; `gathers_keys`: over positions keys and values are repeated for all query
+    heads, and gathered beside the attention to a rank's own; `defers_sums`: gradients that a pipeline scatters in the last microbatch only
+    are reduced after it, behind no compute; `gathers_once`: ZeRO-3 gathers a layer's weights once for its recomputation and its backward.
+    `saved_products` and `saved_float8_products` (of 8-bit ones), `stops_early`, `fuses_activations`, `fuses_layers`, `has_loss_in_place`,
+    `has_float32_loss` and, of 8-bit products, `saves_float8`: what layers save and run again (`cost.devices.devices.LayerSaving`).
     """
 
     name: str
@@ -155,6 +162,20 @@ class EfficiencySet:
     spread: float = 0.0
     float8_products: int = 2
     float8_cast_bytes: float = 5.0  # read for the maximum of each row, read and written
+    copies_pieces: bool = False
+    scatters_alone: bool = False
+    gathers_float8: bool = False
+    gathers_keys: bool = False
+    defers_sums: bool = False
+    gathers_once: bool = False
+    saved_products: float = 1.0
+    saved_float8_products: float = 1.0
+    stops_early: bool = False
+    fuses_activations: bool = False
+    fuses_layers: bool = False
+    saves_float8: bool = False
+    has_loss_in_place: bool = False
+    has_float32_loss: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -169,7 +190,7 @@ class EfficiencySet:
                 raise ConfigError(f"stack {self.name}: {field.name} = {value:g}; it is not below zero")
         if self.float8_products not in (2, 3):
             raise ConfigError(f"stack {self.name}: float8_products = {self.float8_products}; it is 2, or 3 with the gradients of weights")
-        for key in ("tensor_overlap", "overlap", "contention"):
+        for key in ("tensor_overlap", "overlap", "contention", "saved_products", "saved_float8_products"):
             if getattr(self, key) > 1:
                 raise ConfigError(f"stack {self.name}: {key} = {getattr(self, key):g}; it is a part, at most 1")
 
@@ -221,13 +242,16 @@ def stack_of(device: Device, name: str = "") -> EfficiencySet:
 
 
 def _resolve_like(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the table `name` with missing keys taken from the table that its key `like` names.
+    """Return the table `name` with missing keys taken from the table that its key `like` names, of each device too.
 
-    >>> _resolve_like({"a": {"x": 1, "y": 2}, "b": {"like": "a", "y": 3}}, "b")
-    {'x': 1, 'y': 3}
+    >>> _resolve_like({"a": {"x": 1, "on": {"T4": {"y": 2}}}, "b": {"like": "a", "on": {"T4": {"z": 3}}}}, "b")
+    {'x': 1, 'on': {'T4': {'y': 2, 'z': 3}}}
     """
-    table = {**entries.get(entries[name].get("like", ""), {}), **entries[name]}
-    return {key: value for key, value in table.items() if key != "like"}
+    own, base = entries[name], entries.get(entries[name].get("like", ""), {})
+    table = {key: value for key, value in {**base, **own}.items() if key != "like"}
+    if "on" in own:
+        table["on"] = {**base.get("on", {}), **{device: {**base.get("on", {}).get(device, {}), **of} for device, of in own["on"].items()}}
+    return table
 
 
 def chip_of(name: str, devices: Iterable[str]) -> str:

@@ -53,6 +53,9 @@ class LayerCollectives:
     all ranks arrive, the fraction by which compute grows from waiting, the fraction of ring traffic that may overlap with compute, and the
     fraction that shows of what runs fused with products: gathers of forward and scatters of backward over tensor ranks.
 
+    `copy_s_per_byte`: of copying a tensor whose positions are gathered or scattered, behind its samples. `scatters_alone`: `slowdown` is of
+    collectives in products, and those that scatter sums of products' results in backward are not. `gather_width`: of what forward gathers,
+    relative to what it computes with. `gathers_keys`: keys and values are repeated for all query heads, and forward gathers them.
     `gathers_again`: linear layers keep their rank's piece of what is gathered for them, and communicate in backward beside their products,
     for at most `product_overlap` of these; what does takes `contention` of its time from compute. `has_float8_products`: those of the
     layers with sides that fit are 8-bit.
@@ -68,6 +71,34 @@ class LayerCollectives:
     product_overlap: float = 0.0
     contention: float = 0.0
     has_float8_products: bool = False
+    copy_s_per_byte: float = 0.0
+    scatters_alone: bool = False
+    gather_width: float = 1.0
+    gathers_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSaving:
+    """What layers save and run again where it is not what the graph's operators do (`cost.operators.layer_saving`).
+
+    `saved_products`: fraction of a layer's products whose results `recompute=cheap` saves; the others run again, and so do the gathers of
+    all products' inputs. `stops_early`: recomputation of a layer ends before products whose results backward does not need.
+    `fuses_activations`: one kernel makes activations and multiplies them, and saves only what it reads. `fuses_layers`: so does a compiler
+    with all that is made from what is saved anyway, norms too. `narrows_operands`: products save 8-bit copies of their operands in place of
+    these. `has_loss_in_place`: the loss saves its 16-bit logits and writes their gradient over them; `has_float32_loss`: backward has its
+    gradients in 32 bits.
+    """
+
+    saved_products: float = 1.0
+    stops_early: bool = False
+    fuses_activations: bool = False
+    fuses_layers: bool = False
+    narrows_operands: bool = False
+    has_loss_in_place: bool = False
+    has_float32_loss: bool = False
+
+
+AS_COUNTED = LayerSaving()
 
 
 @dataclass(frozen=True)
@@ -175,6 +206,19 @@ class Devices(ABC):
         """Return whether an engine's column-cut linear layers keep pieces of what they read, gather again in backward, and communicate
         there beside their products (`lower/column_linears`). Not on CPUs, where that takes the cores that compute."""
         return False
+
+    @property
+    def gathers_once(self) -> bool:
+        """Return whether backward gathers a layer's weights once, for its recomputation too."""
+        return False
+
+    def defers_sums(self, layout: Layout) -> bool:
+        """Return whether gradients are reduced after the last backward, with no compute beside."""
+        return False
+
+    def layer_saving(self, layout: Layout) -> LayerSaving:
+        """Return what layers save where it is not what the graph's operators save."""
+        return AS_COUNTED
 
     @property
     def all_reduces(self) -> bool:

@@ -17,12 +17,22 @@ from numpy.typing import NDArray
 from shardwise.cluster.cluster import Device, Speed
 from shardwise.cost.calibration.efficiency import EfficiencySet
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.devices.devices import HOST_BYTES_PER_S, Array, Devices, HostCopies, LayerCollectives, Widths, gradient_bytes
+from shardwise.cost.devices.devices import (
+    HOST_BYTES_PER_S,
+    Array,
+    Devices,
+    HostCopies,
+    LayerCollectives,
+    LayerSaving,
+    Widths,
+    gradient_bytes,
+)
 from shardwise.cost.devices.kernel_memory import KernelMemory
 from shardwise.cost.devices.kernels import LocalKernel, optimizer_s, overlap_launches, scale_rows
 from shardwise.model.strides.autocast_dtypes import CAST
 from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
+from shardwise.plan.residency import CHEAP
 from shardwise.schedules import schedule_of
 
 AUTOCAST = "bfloat16"
@@ -114,10 +124,13 @@ class Gpus(Devices):
 
     def layer_collectives(self, layout: Layout) -> LayerCollectives:
         stack, share = self.stack, self.stack.fused_share if self.fuses_products(layout) else 1.0
+        copy_s = 2 / (self.cluster.device.memory_bandwidth_bytes_per_s * stack.bandwidth) * stack.copies_pieces
+        has_float8_products = bool(PRECISIONS[layout.precision].linear_dtype)
         return LayerCollectives(
             stack.tensor, 1.0 - stack.tensor_overlap, ring_overlap=1.0, fused_share=share, gathers_again=self.gathers_again(layout),
-            product_overlap=self.zero_overlap, contention=self.contention,
-            has_float8_products=bool(PRECISIONS[layout.precision].linear_dtype),
+            product_overlap=self.zero_overlap, contention=self.contention, has_float8_products=has_float8_products, copy_s_per_byte=copy_s,
+            scatters_alone=stack.scatters_alone, gather_width=0.5 if has_float8_products and stack.gathers_float8 else 1.0,
+            gathers_keys=stack.gathers_keys,
         )  # fmt: skip
 
     def gathers_again(self, layout: Layout) -> bool:
@@ -151,6 +164,21 @@ class Gpus(Devices):
 
     def exposed_send_fraction(self, layout: Layout) -> float:
         return 0.0 if layout.chunks > 1 and self.stack.hides_chunk_sends else self.stack.exposed_sends
+
+    @property
+    def gathers_once(self) -> bool:
+        return self.stack.gathers_once
+
+    def defers_sums(self, layout: Layout) -> bool:
+        return self.stack.defers_sums and layout.pipeline > 1 and layout.scatters_last
+
+    def layer_saving(self, layout: Layout) -> LayerSaving:
+        stack, is_narrow = self.stack, bool(PRECISIONS[layout.precision].linear_dtype)
+        return LayerSaving(
+            stack.saved_float8_products if is_narrow else stack.saved_products, stack.stops_early, stack.fuses_activations,
+            stack.fuses_layers and not layout.recompute.startswith(CHEAP), is_narrow and stack.saves_float8, stack.has_loss_in_place,
+            stack.has_float32_loss,
+        )  # fmt: skip
 
     @property
     def scatters_sends(self) -> bool:

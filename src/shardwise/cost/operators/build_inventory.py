@@ -19,7 +19,14 @@ from shardwise.cost.memory.block_runs import BatchBytes, BatchBytesColumns
 from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.memory.storages import StorageMap
 from shardwise.cost.operators.column_gathers import ColumnGathers, find_column_gathers
-from shardwise.cost.operators.ring_attention import SubgroupSpan, attention_collectives, in_transit_bytes, merge_bytes, saved_by_exchange
+from shardwise.cost.operators.ring_attention import (
+    RING,
+    SubgroupSpan,
+    attention_collectives,
+    in_transit_bytes,
+    merge_bytes,
+    saved_by_exchange,
+)
 from shardwise.cost.operators.sharded_inventory import ANY_EXPERTS, Collective, LocalOperator, ShardedInventory, block_of, dispatched_values
 from shardwise.cost.shard_counts import (
     is_operator_sharded,
@@ -184,6 +191,7 @@ class _InventoryBuilder:
         by_row: bool = False,
         num_pieces: float = 0,
         among: SubgroupSpan = None,
+        repeats: float = 1.0,
     ) -> int:
         """Add a collective on a value, or on `size` bytes, and return its entry."""
         is_shared = (is_sharded_over_data(self.sharding, value) or by_row) and not (
@@ -193,7 +201,7 @@ class _InventoryBuilder:
         is_batched = by_row or (size is None and value in self.inventory.batched)
         experts = self._experts[value] if axis == EXPERT else ANY_EXPERTS
         is_narrow, is_float32 = value in self.source.narrow_values, size is not None
-        return self.collectives(Collective(name, axis, size_bytes, is_batched, is_shared, is_narrow, is_float32, among, experts))
+        return self.collectives(Collective(name, axis, size_bytes, is_batched, is_shared, is_narrow, is_float32, among, experts, repeats))
 
     def add_moves(self) -> Iterator[tuple[Redistribution, int | None, int | None]]:
         """Yield (redistribution, entries forward and backward) of every one."""
@@ -418,7 +426,9 @@ def _add_kernel_collectives(
     is_replicated = is_fully_replicated(placement)
     tensors = inventory.graph.tensors
     for ring in attention_collectives(inventory, sharding, op, axis):
-        entry = add_collective(ring.name, ring.value, axis, ring.size_bytes, ring.size_bytes is not None, ring.num_shards, ring.subgroup)
+        is_float32 = ring.size_bytes is not None
+        repeats = tensors[op.inputs[0]].shape[-3] / tensors[ring.value].shape[-3] if ring.name == RING else 1.0
+        entry = add_collective(ring.name, ring.value, axis, ring.size_bytes, is_float32, ring.num_shards, ring.subgroup, repeats)
         forward += [entry] * ring.forward
         backward += [entry] * ring.backward
     if is_operator_sharded(sharding, op.name, axis) and shards_hidden_units(sharding, op):

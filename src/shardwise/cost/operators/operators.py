@@ -7,7 +7,7 @@ Results that equally sharded layouts share are computed once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from shardwise.cluster.cluster import Cluster
 from shardwise.cost.calibration.efficiency import EfficiencySet
 from shardwise.cost.devices import devices_of
-from shardwise.cost.devices.devices import Array, Devices
+from shardwise.cost.devices.devices import AS_COUNTED, Array, Devices, LayerSaving
 from shardwise.cost.devices.kernels import LocalKernel
 from shardwise.cost.memory.memory import Inventory
 from shardwise.cost.network.axes import group_of
 from shardwise.cost.network.network import RankGroup, collective_s
 from shardwise.cost.operators.build_inventory import OperatorFacts, build_sharded_inventory
 from shardwise.cost.operators.chunked_loss import chunk_inventory, is_weight_gradient_immediate
+from shardwise.cost.operators.layer_saving import apply_layer_saving
 from shardwise.cost.operators.ring_attention import RING
 from shardwise.cost.operators.sharded_inventory import Collective, ShardedInventory
 from shardwise.cost.operators.sharding_choice import choose_sharding, placement_axis_sizes
@@ -39,6 +40,7 @@ from shardwise.plan.ir.precision import PRECISIONS
 from shardwise.plan.layout import Layout
 from shardwise.plan.microbatches import max_rows
 
+COPIED = ("all_gather", "reduce_scatter")  # they join or split pieces of positions, behind the dim of samples
 NARROW = ("linear", "attention", "convolution", "recurrent", "activation")  # results are bfloat16 under autocast
 
 # The sharding axes, sequence and sample parallelism, the attention of sharded sequences, and the samples per rank that decided it.
@@ -69,6 +71,7 @@ class OperatorPricer:
     _parts: dict[ShardingKey, ShardedInventory] = field(default_factory=dict)
     _cast_parts: dict[tuple[str, ShardingKey], ShardedInventory] = field(default_factory=dict)
     _chunked_parts: dict[tuple[str, int, bool, ShardingKey], ShardedInventory] = field(default_factory=dict)
+    _saving_parts: dict[tuple[int, LayerSaving], tuple[ShardedInventory, ShardedInventory]] = field(default_factory=dict)
     _cast_facts: dict[str, OperatorFacts] = field(default_factory=dict)
     _times: dict[tuple[object, ...], tuple[Array, Array, Array, Array, Array]] = field(default_factory=dict)
     _network: dict[tuple[str, float, int, int, int], float] = field(default_factory=dict)
@@ -182,6 +185,16 @@ class OperatorPricer:
             self._cast_parts[key] = build_sharded_inventory(self.cast_operator_facts(mode), self.sharding(layout))
         return self._in_chunks(layout, mode, self._cast_parts[key], self.cast_operator_facts(mode))
 
+    def with_layer_saving(self, layout: Layout, parts: ShardedInventory) -> ShardedInventory:
+        """Return an inventory with what the devices' software saves in layers."""
+        saving = self.devices.layer_saving(layout)
+        if saving == AS_COUNTED:
+            return parts
+        key = id(parts), saving
+        if key not in self._saving_parts:
+            self._saving_parts[key] = parts, apply_layer_saving(parts, saving)
+        return self._saving_parts[key][1]
+
     def inventory_in_precision(self, layout: Layout) -> Inventory:
         """Return the inventory in the dtypes of the layout's precision."""
         mode = self.devices.cast_mode(layout)
@@ -222,13 +235,20 @@ class OperatorPricer:
         """Return, by operator, shown seconds of collectives forward and backward, and those that run beside its backward."""
         parts = self.sharded_inventory(layout)
         costs = self.devices.layer_collectives(layout)
-        by_collective, hidden_by = [], []
+        if self.samples(layout) == 1:  # its positions come first
+            costs = replace(costs, copy_s_per_byte=0.0)
+        by_collective, alone, hidden_by = [], [], []
         for collective, size_bytes in zip(parts.collectives, self.collective_bytes(layout), strict=True):
             group = self.collective_group(layout, collective)
+            is_gathered = costs.gathers_keys and collective.name == RING
+            size_bytes *= collective.repeats if is_gathered else 1.0
             seconds = self.collective(collective.name, size_bytes, group) if size_bytes else 0.0
-            by_collective.append(costs.slowdown * seconds + costs.rendezvous_s * (seconds > 0))
-            # Ring passes overlap with the compute of all blocks but the last.
-            hidden_by.append((1 - 1 / group.size) * costs.ring_overlap if collective.name == RING else 0.0)
+            copied_s = costs.copy_s_per_byte * size_bytes * (collective.name in COPIED and collective.axis == TENSOR and seconds > 0)
+            by_collective.append(costs.slowdown * seconds + copied_s + costs.rendezvous_s * (seconds > 0))
+            alone.append(seconds + copied_s)
+            # Ring passes overlap with the compute of all blocks but the last, a gather of all keys with that of the first.
+            behind = 1 / group.size if is_gathered and not collective.is_float32 else 1 - 1 / group.size
+            hidden_by.append(behind * costs.ring_overlap if collective.name == RING else 0.0)
         unique, hidden_fraction = np.array([*by_collective, 0.0]), np.array([*hidden_by, 0.0])
         rounds = np.array([*(collective.name == RING for collective in parts.collectives), False])
         passes = []
@@ -239,6 +259,12 @@ class OperatorPricer:
             shown = np.full(len(entries), fraction)
             if costs.fused_share < 1:
                 shown *= np.array([costs.fused_share if _is_of_tensor(one, fused) else 1.0 for one in parts.collectives])[entries]
+            if fused == "all_gather" and costs.gather_width < 1:
+                shown *= np.array([costs.gather_width if _is_of_tensor(one, fused) else 1.0 for one in parts.collectives])[entries]
+            if fused == "reduce_scatter" and costs.scatters_alone:
+                unique = np.array([
+                    alone_s if _is_of_tensor(one, fused) else s for one, alone_s, s in zip(parts.collectives, alone, unique, strict=False)
+                ])  # fmt: skip
             total, ring_s, hidden = (np.zeros(len(parts.index)) for _ in range(3))
             np.add.at(total, operators, np.where(rounds[entries], 0.0, shown * unique[entries]))
             np.add.at(ring_s, operators, np.where(rounds[entries], unique[entries], 0.0))

@@ -48,7 +48,7 @@ class LocalOperator:
 @dataclass(frozen=True, slots=True)
 class Collective:
     """A collective on `size_bytes` (float32, unsharded along `axis`, the graph's batch). `is_narrow`: 16-bit under autocast. `experts`: the
-    experts that its rows belong to."""
+    experts that its rows belong to. `repeats`: query heads of each key head that a ring passes."""
 
     name: str
     axis: str
@@ -59,6 +59,7 @@ class Collective:
     is_float32: bool = False  # float32 whatever the precision
     subgroup: SubgroupSpan = None  # a subgroup of the axis; None for all
     experts: RoutedExperts = ANY_EXPERTS
+    repeats: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class ShardedInventory:
     def num_chunks(self) -> NDArray[np.float64]:
         """[operator] -> the number of parts of its rows that it runs on, one after another."""
         return np.array([local.num_chunks for local in self.compute], dtype=float)[self.index]
+
+    @cached_property
+    def products(self) -> NDArray[np.bool_]:
+        """[operator] -> whether it is the product of a linear layer."""
+        return np.array([local.kernel.kind == "linear" for local in self.compute], dtype=bool)[self.index]
 
     @cached_property
     def in_block(self) -> NDArray[np.bool_]:

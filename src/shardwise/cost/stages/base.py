@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,6 +14,9 @@ from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.convolutions import uses_torch_kernel
 from shardwise.cost.memory.block_runs import DEFAULT_BUCKET_ELEMENTS, BlockRuns, saved_by_later
 from shardwise.cost.memory.memory import PeakByZeroStage, StageState
+from shardwise.cost.operators.layer_saving import without_last_products
+from shardwise.cost.operators.sharded_inventory import ShardedInventory
+from shardwise.cost.shard_counts import num_shards
 from shardwise.cost.stages.gradients import GradientVolume
 from shardwise.cost.stages.sections import StageSection, is_recomputed
 from shardwise.model.stages.stages import Stage
@@ -83,14 +86,13 @@ class StageBaseCost:
 
 def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: StageSection) -> StageBaseCost:
     """Return the base cost of a stage under a layout."""
-    parts, ops = pricer.sharded_inventory(layout), section.operators
+    parts, ops = pricer.with_layer_saving(layout, pricer.sharded_inventory(layout)), section.operators
     times = [x[ops] for x in pricer.operator_seconds(layout)]
     busy, network = Seconds(*(float(t.sum()) for t in times[:2])), Seconds(*(float(t.sum()) for t in times[2:]))
 
     @cache
     def recomputed_s(residency: Residency) -> Seconds:
-        is_rerun = is_recomputed(parts, ops, residency, stage.index)
-        return Seconds(float(times[0][is_rerun].sum()), float(times[2][is_rerun].sum()) * (residency.recompute.kind != CHEAP))
+        return _recomputed_seconds(pricer, layout, parts, ops, residency, stage.index)
 
     def block(residency: Residency) -> Seconds:
         return recomputed_s(residency.of_stage(stage.index))
@@ -98,9 +100,9 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     scores_s = float(times[0][parts.attention[ops]].sum()) if pricer.devices.saves_scores else 0.0
     parameters, scale = section.parameters, pricer.microbatch(layout)
     elsewhere = parameters.num_expert * (1 - 1 / pricer.expert_divisor(layout))  # experts of other ranks
-    incoming = sum(pricer.boundary_bytes(layout, values) for _, values in stage.receives) / layout.data
     learn = pricer.inventory.grads
-    leaving = sum(pricer.boundary_bytes(layout, [v for v in values if v in learn]) for _, values in stage.sends) / layout.data
+    incoming = _rank_boundary_bytes(pricer, layout, (v for _, values in stage.receives for v in values))
+    leaving = _rank_boundary_bytes(pricer, layout, (v for _, values in stage.sends for v in values if v in learn))
     busy, adding = pricer.devices.with_microbatch_overhead(layout, busy, parameters.num_trainable - elsewhere)
     if layout.microbatches > 1 and (exposed := pricer.devices.exposed_send_fraction(layout)):
         outgoing = sum(stage_send_s(pricer, layout, stage.index, to, values) for to, values in stage.sends)
@@ -189,6 +191,26 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     return StageBaseCost(busy, network, block, scores_s, weight_s, sums, state, state_with, by_layer, loads, ends, stage.index, hidden_s)
 
 
+def _recomputed_seconds(
+    pricer: Pricer, layout: Layout, parts: ShardedInventory, operators: NDArray[np.intp], residency: Residency, stage: int
+) -> Seconds:
+    """Return seconds of recomputing a stage's layers: of compute (forward) and of collectives (backward)."""
+    forward_s, _, collectives_s, _ = (x[operators] for x in pricer.operator_seconds(layout))
+    is_rerun, saving = is_recomputed(parts, operators, residency, stage), pricer.devices.layer_saving(layout)
+    is_gathered = is_rerun
+    if residency.recompute.kind == CHEAP:  # a product that is not saved needs what is gathered for it
+        is_gathered = parts.products[operators] & parts.in_block[operators] & (saving.saved_products < 1 and bool(is_rerun.any()))
+    elif saving.stops_early and residency.segment == 1:
+        is_gathered = is_rerun = without_last_products(parts, operators, is_rerun)
+    return Seconds(float(forward_s[is_rerun].sum()), float(collectives_s[is_gathered].sum()))
+
+
+def _rank_boundary_bytes(pricer: Pricer, layout: Layout, values: Iterable[str]) -> float:
+    """Return the bytes of `values` of one microbatch that one rank receives or sends: its shard of each."""
+    sharding = pricer.sharding(layout)
+    return sum(pricer.boundary_bytes(layout, [v]) / num_shards(sharding, v) for v in values) / layout.data
+
+
 def _with_cheap_costs(
     layers: Sequence[LayerCost], section: StageSection, forward_s: Array, is_rerun: NDArray[np.bool_], freed_bytes: Array
 ) -> tuple[LayerCost, ...]:
@@ -245,7 +267,8 @@ def _backward_bytes(
     of a bucket): with full gradients and weights 0, or negative for gradients not yet computed; then full gradients in reduction; then
     all-gathered weights as well."""
     divisor = pricer.expert_divisor(layout)
-    parts, ops, runs = pricer.cast_sharded_inventory(layout), section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
+    parts = pricer.with_layer_saving(layout, pricer.cast_sharded_inventory(layout))
+    ops, runs = section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
     devices, scale = pricer.devices, pricer.microbatch(layout)
     widths = devices.widths(layout)
     width_factor = 2.0 if layout.precision == "float64" else 0.5 if devices.is_half(layout) else 1.0

@@ -136,13 +136,14 @@ def gradient_reduction_s(
         after_s += queue.seconds * is_once
         per_microbatch += Seconds(0.0, queue.seconds * (not is_once))
         if layout.zero == 3:  # gathered anew for recomputed layers; an upper bound if only some are
-            per_microbatch += Seconds(weights, (1 + (layout.residency.recompute.kind == "full")) * weights)
+            again = layout.residency.recompute.kind == "full" and not devices.gathers_once
+            per_microbatch += Seconds(weights, (1 + again) * weights)
     tied_s = _tied_reduction_s(pricer, layout, sums, widths)
     if devices.overlaps_tied_reduction:
         after_s += tied_s
     if layout.staleness:
         after_s, pull_s = max(0.0, after_s + pull_s + gathers_s - overlap * step_s), 0.0
-    elif overlap and after_s and layout.branch == 1:  # with branches reductions follow backward
+    elif overlap and after_s and layout.branch == 1 and not devices.defers_sums(layout):  # with branches reductions follow backward
         shown = _exposed_reductions_s(queues, after_s, overlap * window.backward)
         after_s, hidden_s = shown + contention * (after_s - shown), after_s - shown
     if gathers_s and not layout.staleness:
