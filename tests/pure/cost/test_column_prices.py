@@ -111,7 +111,7 @@ def plain_s(pricer: Pricer, layout: Layout) -> float:
 
 @pytest.mark.parametrize("name", sorted({*catalogue_section("stack")} - {*OWN}))
 def test_sets_of_other_software_keep_their_own_overlap(name: str) -> None:
-    stack = replace(stack_of(MACHINES.device, name), copies_pieces=0.0, scatters_alone=False, gathers_keys=False)
+    stack = replace(stack_of(MACHINES.device, name), copies_pieces=False, scatters_alone=False, gathers_keys=False)
     pricer, layout = Pricer(GRAPH, MACHINES, 8, stack=stack), Layout.parse(RUNS)
     assert float(pricer.operator_seconds(layout)[3].sum()) == pytest.approx(plain_s(pricer, layout))
     assert not pricer.hidden_seconds(layout).any()
