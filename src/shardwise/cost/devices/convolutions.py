@@ -142,21 +142,37 @@ def _is_pointwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def layout_copy_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], channels_last: bool) -> float:
-    """Return the bytes of copies in oneDNN's layout: of the output's and the input's gradients (with strides also of the input)."""
+    """Return the bytes of copies in oneDNN's layout: of the output's and the input's gradients (with strides also of the input).
+
+    Channels are padded to blocks. The gradient of an input of few channels is there in blocks, or as it is returned. Groups narrower than a
+    block have one copy at a time.
+    """
     x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
     if channels_last:
         return 0.0
+    groups = _num_groups(op, tensors)
+    if groups > 1 and not _is_depthwise(op, tensors) and max(x.shape[1], out.shape[1]) < groups * onednn_library().block:
+        return float(max(x.size_bytes, out.size_bytes))
+    x_bytes, out_bytes = (float(t.size_bytes) * (1.0 if is_transposed(op) else _padding_factor(t.shape[1])) for t in (x, out))
     if _is_pointwise(op, tensors):
-        return float(x.size_bytes + out.size_bytes)
+        return x_bytes + out_bytes
+    is_narrow = x.shape[1] < onednn_library().block
     if op.inputs[0] not in grads:
         # Inputs of few channels are not copied.
-        return float(out.size_bytes + (x.size_bytes if x.shape[1] >= onednn_library().block else 0))
+        return out_bytes + (0.0 if is_narrow else x_bytes)
     depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
     if depthwise and max(_window_of(op, tensors)) > 3:
         return float(out.size_bytes)
     if not _is_strided(op) or is_transposed(op) or depthwise:
-        return float(x.size_bytes + out.size_bytes)
-    return float(x.size_bytes + max(x.size_bytes, out.size_bytes))
+        return x_bytes + out_bytes - (x.size_bytes if is_narrow and not is_transposed(op) and not depthwise else 0.0)
+    if is_narrow:
+        x_bytes, out_bytes = float(x.size_bytes), float(out.size_bytes)
+    return x_bytes + max(x_bytes, out_bytes)
+
+
+def _num_groups(op: Operator, tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of groups of a convolution."""
+    return 1 if is_transposed(op) else max(1, tensors[op.inputs[0]].shape[1] // tensors[op.inputs[1]].shape[1])
 
 
 def workspace_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:

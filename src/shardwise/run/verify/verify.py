@@ -339,9 +339,15 @@ class _VerificationRun:
             with _explain_missing_float64(self.plan), _in_one_process(self.plan):
                 self.whole_batch = _relative_distances(actual, self.new_serial(without_microbatches=True).step())
 
-    def verification(self, source: ModelSource | None) -> Verification | None:
+    def measure_memory(self) -> dict[str, float]:
+        """Return the peak bytes of training by part: of one more step where inputs have gradients, which only the comparison keeps."""
+        if any(v.tensor.is_float for v in self.engine.rank_model.graph.inputs):
+            self.engine.memory.reset_peak()
+            self.engine.step(self.batch)
+        return self.engine.peak_memory_over_ranks()
+
+    def verification(self, source: ModelSource | None, memory: dict[str, float]) -> Verification | None:
         """Return the result on rank 0, None elsewhere."""
-        memory = self.engine.peak_memory_over_ranks()
         if self.serial is None:
             return None
         plan, layout, comparison = self.plan, self.plan.layout, self.comparison
@@ -371,10 +377,9 @@ def verify_on_rank(
     run = _VerificationRun(world, plan, make, batch, loss, source, options or Options())
     wrong = find_wrong_product(run.engine.rank_model, world) if eight_bits else ""
     # Enough steps to compute on weights with a stale update.
-    for step in range(max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)):
-        if not run.step(step):
-            break
-    result = run.verification(source)
+    num_steps = max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)
+    is_finite = all(run.step(step) for step in range(num_steps))
+    result = run.verification(source, run.measure_memory() if is_finite else run.engine.peak_memory_over_ranks())
     if result is None or not result.ok or (not wrong and (exact is None or exact.ok)):
         return result
     return replace(result, ok=False, first_difference=wrong or f"the same layout in float64: {exact.first_difference if exact else ''}")
