@@ -233,6 +233,8 @@ class _InventoryBuilder:
         extra = extra_bytes(op, self.graph.tensors, sharding, inventory.works[op.name].extra_bytes, divisor)
         is_cut = any(is_operator_sharded(sharding, op.name, axis) for axis in self.axes)
         extra_workspace = saved.sharded_bytes if is_cut else saved.unsharded_bytes
+        if any(_is_vocabulary_sharded(sharding, op, axis) for axis in self.axes):  # its backward works in place (`lower/kernels/vocabulary`)
+            extra_workspace -= inventory.works[op.name].extra_bytes
         gradients = _unsharded_gradient_bytes(inventory, places, op, divisor) if sharding is not None else 0.0
         min_workspace = max(
             (2 * places.storage_of(op.inputs[at], places.num_shards_read(op, at)).size_bytes for at in accumulated), default=0.0
@@ -414,6 +416,13 @@ def _batch_independent_traffic(inventory: Inventory, op: Operator, divide: float
     )))  # fmt: skip
 
 
+def _is_vocabulary_sharded(sharding: Sharding | None, op: Operator, axis: str) -> bool:
+    """Return whether a loss of logits has its classes sharded over an axis."""
+    if sharding is None or not record_of(op).backward.saves_log_softmax or not is_operator_sharded(sharding, op.name, axis):
+        return False
+    return is_fully_replicated(sharding.placements[op.outputs[0]].get(axis, R))
+
+
 def _add_kernel_collectives(
     inventory: Inventory, sharding: Sharding | None, op: Operator, axis: str, add_collective: Callable[..., int],
     forward: list[int], backward: list[int],
@@ -435,7 +444,7 @@ def _add_kernel_collectives(
         steps, state = gathered_steps(op, tensors)
         forward += [add_collective("all_gather", out, axis, state, by_row=True)] * steps
         backward += [add_collective("reduce_scatter", out, axis, state, by_row=True)] * (steps if out in inventory.grads else 0)
-    elif record.backward.saves_log_softmax and is_replicated:
+    elif _is_vocabulary_sharded(sharding, op, axis):
         # Maximum, sum and target logit of every row.
         forward += [add_collective("all_reduce", out, axis, 4.0 * tensors[op.inputs[1]].size, by_row=True)] * 3
     elif record.statistics.over_samples and not (is_shard(placement) and placement.dim == 1) and len(op.args) > 5 and op.args[5] is True:

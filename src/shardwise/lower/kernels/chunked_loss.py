@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
-from shardwise.lower.kernels.vocabulary import start_count, sum_cross_entropies, widen_logits
+from shardwise.lower.kernels.vocabulary import NARROW, start_count, sum_cross_entropies
 from shardwise.plan.ir.placement import even_shard_ranges
 from shardwise.world.world import Group
 
 Step = Callable[[Tensor], Tensor]
-NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ChunkedLossCall:
         """Return the sum of the losses of some rows."""
         for step in self.logit_steps:
             logits_NV = step(logits_NV)
-        return sum_cross_entropies(widen_logits(logits_NV), target_N, self.ignore, self.class_shard, self.smoothing, class_weight)
+        return sum_cross_entropies(logits_NV, target_N, self.ignore, self.class_shard, self.smoothing, class_weight)
 
     def ranges(self, num_rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk: as many as there are, none empty."""

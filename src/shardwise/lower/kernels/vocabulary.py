@@ -17,6 +17,8 @@ from torch import Tensor
 from shardwise.lower.kernels.second_derivatives import refuse_second_derivatives
 from shardwise.world.world import Group
 
+NARROW = (torch.bfloat16, torch.float16)
+
 
 def embedding(weight: Tensor, ids: Tensor, padding: int, start: int) -> Tensor:
     """Look up rows of a sharded table: `weight_vE` local, from row `start` on, `ids` replicated. A partial sum: zero for other rows."""
@@ -46,15 +48,10 @@ def cross_entropy(
     `classes`: the first class of this rank, and the group over which they are sharded. With `rows` the mean is this rank's partial sum of
     the mean over all rows; otherwise it is the mean.
     """
-    logits = widen_logits(logits)
-    total = start_count(target, ignore, rows, logits.dtype, None if class_shard is not None else weight) if mean else None
+    dtype = torch.float32 if logits.dtype in NARROW else logits.dtype
+    total = start_count(target, ignore, rows, dtype, None if class_shard is not None else weight) if mean else None
     loss = sum_cross_entropies(logits, target, ignore, class_shard, smoothing, weight)
     return loss if total is None else loss / total()
-
-
-def widen_logits(logits: Tensor) -> Tensor:
-    """Return logits in the dtype in which their loss is computed: no narrower than float32."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def start_count(
@@ -88,24 +85,29 @@ def sum_cross_entropies(
     smoothing: float = 0.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum of the cross-entropies of this rank's rows; arguments as of `cross_entropy`."""
+    """Return the sum of the cross-entropies of this rank's rows, no narrower than float32; arguments as of `cross_entropy`."""
+    is_narrow = logits.dtype in NARROW
+    logits = logits.float() if is_narrow else logits
     if class_shard is not None:
-        loss: Tensor = _VocabularyParallelLoss.apply(logits, target, target != ignore, *class_shard)  # type: ignore[no-untyped-call]
+        loss: Tensor = _VocabularyParallelLoss.apply(logits, target, target != ignore, *class_shard, is_narrow)  # type: ignore[no-untyped-call]
         return loss
     return F.cross_entropy(logits, target, weight=weight, ignore_index=ignore, reduction="sum", label_smoothing=smoothing)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Sum over rows of log-sum-exp minus the target's logit, with max, sum and target logit each reduced over the classes' group."""
+    """Sum over rows of log-sum-exp minus the target's logit, with max, sum and target logit each reduced over the classes' group.
+
+    `is_copy`: whether nothing else reads the logits, whose memory the probabilities then have.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, start: int, group: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, start: int, group: Group, is_copy: bool) -> Tensor:
         top = logits.amax(dim=-1)
         group.all_reduce(top, op="max")
         local = target - start
         is_off_rank = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(is_off_rank, 0)
-        shifted = logits - top.unsqueeze(-1)
+        shifted = logits.sub_(top.unsqueeze(-1)) if is_copy else logits - top.unsqueeze(-1)
         at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(is_off_rank, 0.0)
         probabilities = shifted.exp_()
         # One all-reduce for both sums: latency counts, the bytes do not.
@@ -118,12 +120,12 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 
     @staticmethod
     @refuse_second_derivatives("cross entropy over classes", "tensor")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         probabilities, local, is_off_rank, counted = ctx.saved_tensors
         target_mask = (~is_off_rank).to(probabilities.dtype).unsqueeze(-1)
         out = probabilities.scatter_add(-1, local.unsqueeze(-1), -target_mask)
         out *= counted.unsqueeze(-1)
-        return out.mul_(grad), None, None, None, None
+        return out.mul_(grad), None, None, None, None, None
 
 
 def nll(

@@ -38,12 +38,17 @@ def autocast_dtype(op: Operator, tensors: Mapping[str, Tensor]) -> str:
 def narrow_parameters(graph: Graph) -> frozenset[str]:
     """Return the names of the parameters that 16-bit precisions hold in 16 bits: trained in float32, and not written by the model itself.
 
-    Weights of batch norms stay in float32, like the running statistics that their kernels read beside them.
+    Weights of batch norms stay in float32, like the running statistics that their kernels read beside them, and so do those of norms
+    whose input is float32 (a residual stream that frozen weights or the batch began), whose kernels take no narrower ones.
     """
     statistical = {v for op in graph.operators if record_of(op).lowering == LoweringKind.BATCH_NORM for v in op.inputs}
     wide = statistical | written_buffers(graph)
     trained = parameters_with_gradient(graph) - wide
-    return frozenset(v.name for v in graph.parameters if v.trainable and v.value in trained and v.tensor.dtype == "float32")
+    narrow = {v.value: v.name for v in graph.parameters if v.trainable and v.value in trained and v.tensor.dtype == "float32"}
+    tensors = apply_autocast(graph, frozenset(narrow.values())).tensors
+    norms = [op for op in graph.operators if record_of(op).autocast == AutocastPolicy.FIRST_OPERAND]
+    wide = {v for op in norms if tensors[op.inputs[0]].dtype == "float32" for v in op.inputs[1:]}
+    return frozenset(name for value, name in narrow.items() if value not in wide)
 
 
 def apply_autocast(graph: Graph, held_narrow: Collection[str] = ()) -> Graph:
