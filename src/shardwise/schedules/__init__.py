@@ -22,12 +22,14 @@ from shardwise.schedules.gpipe import gpipe
 from shardwise.schedules.interleaved import interleaved
 from shardwise.schedules.lower import pipeline_program
 from shardwise.schedules.one_f_one_b import one_f_one_b
-from shardwise.schedules.schedule import LiveMicrobatches, Schedule
+from shardwise.schedules.schedule import FIRST_GRADIENTS, NO_GRADIENTS, LiveMicrobatches, Schedule
 from shardwise.schedules.sequential import sequential
 from shardwise.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
+    "FIRST_GRADIENTS",
     "NAMES",
+    "NO_GRADIENTS",
     "SCHEDULES",
     "LiveMicrobatches",
     "Schedule",

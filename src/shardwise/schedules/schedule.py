@@ -43,6 +43,8 @@ _SAVED_CHANGES = _letter_table(
     | {word: _saved_change(Manage(op, 0, 0)) for op, word in _MEMORY_LETTERS.items()}
 )
 _PENDING_WEIGHT_CHANGES = _letter_table({ComputeOp.I: 1, ComputeOp.W: -1})
+_COMPUTES_WEIGHT_GRADIENTS = _letter_table(dict.fromkeys((ComputeOp.B, ComputeOp.W), 1))
+NO_GRADIENTS, FIRST_GRADIENTS, ALL_GRADIENTS = range(3)
 _COMPUTES, _FORWARDS, _BACKWARDS = (_letter_table(dict.fromkeys(ops, 1)) for ops in (ComputeOp, (ComputeOp.F,), (ComputeOp.B, ComputeOp.I)))
 # Actions that add saved tensors, and those that have a moment of their own: an action followed by one of the latter is no maximum.
 _FILLS, _FOLLOWED = (
@@ -55,21 +57,23 @@ _FILLS, _FOLLOWED = (
 class LiveMicrobatches:
     """[moment, stage of the rank in the order of `Schedule.stages_of`]: numbers of microbatches that are `in_flight`, in `backward` (one or
     none), whose stage input or its gradient is in transfer (`inputs_in_transfer`), whose output gradient is (`gradients_in_transfer`), and
-    that await only their weight gradients (`awaiting_weight_gradient`)."""
+    that await only their weight gradients (`awaiting_weight_gradient`). `weight_gradients`: NO_GRADIENTS, FIRST_GRADIENTS while the step's
+    first are computed, ALL_GRADIENTS."""
 
     in_flight: Numbers
     backward: Numbers
     inputs_in_transfer: Numbers
     gradients_in_transfer: Numbers
     awaiting_weight_gradient: Numbers
+    weight_gradients: Numbers
 
     @classmethod
     def from_moments(cls, moments: Sequence[Numbers]) -> LiveMicrobatches:
-        """Return the distinct moments; `moments` has the columns of the five fields one after another."""
+        """Return the distinct moments; `moments` has the columns of the six fields one after another."""
         stacked = np.concatenate(moments).astype(">u4")  # its bytes sort as its numbers do
         width, raw = stacked.shape[1] * stacked.itemsize, stacked.tobytes()
         distinct = b"".join(sorted({raw[start : start + width] for start in range(0, len(raw), width)}))
-        return cls(*np.split(np.frombuffer(distinct, ">u4").reshape(-1, stacked.shape[1]).astype(np.intp), 5, axis=1))
+        return cls(*np.split(np.frombuffer(distinct, ">u4").reshape(-1, stacked.shape[1]).astype(np.intp), 6, axis=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class RankOrder:
         return np.cumsum(_one_hot(self.stage_indices, num_stages) * _SAVED_CHANGES[self.letters][:, None], axis=0)
 
     def live_microbatches(self, num_stages: int) -> LiveMicrobatches:
-        """Return the state before every backward, and after every local maximum of saved memory."""
+        """Return the state before every backward, after every local maximum of saved memory, and after first weight gradients."""
         one_hot = _one_hot(np.arange(num_stages + 1), num_stages)  # with a row of zeros for positions behind the last
         in_flight, noted = (
             self.num_saved(num_stages),
@@ -111,8 +115,15 @@ class RankOrder:
         in_flight_before, noted_before = (np.concatenate((nothing, counts))[before] for counts in (in_flight, noted))
         followed = np.concatenate((_FOLLOWED[self.letters[1:]], [0]))
         after = np.flatnonzero(_FILLS[self.letters] * (1 - followed))
-        during_backward = np.concatenate((in_flight_before, backwards[at], entering, returning, noted_before), axis=1)
-        at_maxima = np.concatenate((in_flight[after], np.zeros((len(after), 3 * num_stages), dtype=np.intp), noted[after]), axis=1)
+        completed = np.cumsum(one_hot[self.stage_indices] * _COMPUTES_WEIGHT_GRADIENTS[self.letters][:, None], axis=0) > 0
+        completed_before = np.concatenate((nothing > 0, completed))[before]
+        first = FIRST_GRADIENTS * backwards[at] * _COMPUTES_WEIGHT_GRADIENTS[letters[at]][:, None]
+        gradients = np.where(completed_before, ALL_GRADIENTS, first)
+        firsts = completed.argmax(axis=0)[completed.any(axis=0)] if len(completed) else after[:0]
+        after = np.union1d(after, firsts)
+        during_backward = np.concatenate((in_flight_before, backwards[at], entering, returning, noted_before, gradients), axis=1)
+        nothing_else, gradients_after = np.zeros((len(after), 3 * num_stages), dtype=np.intp), ALL_GRADIENTS * completed[after]
+        at_maxima = np.concatenate((in_flight[after], nothing_else, noted[after], gradients_after), axis=1)
         return LiveMicrobatches.from_moments((during_backward, at_maxima))
 
 

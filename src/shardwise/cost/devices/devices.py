@@ -34,12 +34,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes per parameter: weight, gradient, the optimizer's float32 copy of the weight, and one moment."""
+    """Bytes per parameter: weight, gradient, the optimizer's float32 copy of the weight, one moment, and a weight that is not trained."""
 
     weight: float
     gradient: float
     copies: float
     moment: float = 4.0
+    frozen: float = 4.0
 
 
 def gradient_bytes(layout: Layout) -> float:
@@ -146,7 +147,7 @@ class Devices(ABC):
         """Return the widths of a parameter's state: those of the trained dtype, and of 16-bit weights with float32 main weights."""
         if PRECISIONS[layout.precision].held_dtype:
             return Widths(2.0, gradient_bytes(layout), 4.0)
-        return Widths(8.0, 8.0, 0.0, 8.0) if layout.precision == "float64" else Widths(4.0, 4.0, 0.0)
+        return Widths(8.0, 8.0, 0.0, 8.0, 8.0) if layout.precision == "float64" else Widths(4.0, 4.0, 0.0)
 
     @abstractmethod
     def operator_seconds(

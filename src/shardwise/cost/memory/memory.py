@@ -11,10 +11,13 @@ In the field's terms: peak memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.cost.devices.devices import Widths
 from shardwise.cost.devices.kernel_memory import BackwardWorkspace, KernelMemory
@@ -29,7 +32,7 @@ from shardwise.ops.vocabulary import GradientMemory, Linearity, ViewKind
 from shardwise.plan.ir.compression import Compression
 from shardwise.plan.layout import Layout
 from shardwise.plan.plan import BUCKET_BYTES, MemoryBreakdown, unshared_bucket_bytes
-from shardwise.schedules import schedule_of
+from shardwise.schedules import FIRST_GRADIENTS, NO_GRADIENTS, LiveMicrobatches, schedule_of
 
 MARGIN = 0.06  # of everything else: fragmentation and workspaces
 # Additional memory for packing and unpacking a compressed bucket, in sizes of a bucket: measured.
@@ -150,11 +153,13 @@ class Inventory:
 @dataclass(frozen=True, slots=True)
 class PeakByZeroStage:
     """Bytes during one operator's backward (`block_runs`) by ZeRO stage: with full gradients and weights, with gradients
-    reduce-scattered (stage 2), with weights all-gathered as well (stage 3)."""
+    reduce-scattered (stage 2), with weights all-gathered as well (stage 3). `first`: as `full`, in the first backward of a step before
+    which there are no gradients, less those not yet computed."""
 
     full: float = 0.0
     scattered: float = 0.0
     gathered: float = 0.0
+    first: float = 0.0
 
     def at_stage(self, zero: int, scatters_last: bool = False) -> float:
         """Return the bytes for a ZeRO stage. `scatters_last`: whole gradients are counted elsewhere, as without the stage."""
@@ -173,8 +178,8 @@ class StageState:
     `entering_bytes` are received from other stages, gradients of `leaving_bytes` come back from them; `saved_bytes` are saved on the device
     for backward, `score_bytes` of them attention scores. `transient` is the transient memory at the peak of backward, less saved tensors
     freed by then. With recomputed or offloaded layers `rematerialized` is what was recomputed or loaded, less what is freed, at that peak,
-    and `transient` the rest. `offloaded_bytes` of a microbatch are offloaded. `has_late_gradients`: gradient buffers exist from backward on
-    only, and `transient` excludes those not yet computed. `bucket_bytes`: size of a bucket of gradients.
+    and `transient` the rest. `offloaded_bytes` of a microbatch are offloaded. `has_late_gradients`: gradients exist from a step's first
+    backward on only. `bucket_bytes`: size of a bucket of gradients. `buffer_bytes`: the model's own buffers and constants.
     """
 
     num_parameters: float
@@ -190,13 +195,16 @@ class StageState:
     leaving_bytes: float = 0.0
     has_late_gradients: bool = False
     bucket_bytes: float = BUCKET_BYTES
+    buffer_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
     """Memory of one stage if its rank has no other: `alone`. Its terms, for a rank with several: `saved_bytes` of each microbatch in
     flight, `rematerialized_bytes` and `transient_bytes` of the one in backward (`StageState`), `entering_bytes` received for each forward,
-    `leaving_bytes` received for each backward and `deferred_bytes` of each microbatch whose weight gradients are deferred."""
+    `leaving_bytes` received for each backward and `deferred_bytes` of each microbatch whose weight gradients are deferred. `first_bytes`:
+    as `rematerialized_bytes` and `transient_bytes` together, less `late_gradient_bytes` not yet computed, which exist from a step's first
+    backward on; in `alone.gradients` they are counted only if they exist at its peak. `buffer_bytes`: the model's own."""
 
     alone: MemoryBreakdown
     saved_bytes: float = 0.0
@@ -205,6 +213,9 @@ class StageMemory:
     entering_bytes: float = 0.0
     leaving_bytes: float = 0.0
     deferred_bytes: float = 0.0
+    first_bytes: float = 0.0
+    late_gradient_bytes: float = 0.0
+    buffer_bytes: float = 0.0
 
 
 def server_weight_copies(layout: Layout) -> float:
@@ -245,17 +256,12 @@ def memory_of(
     there = state.rematerialized.at_stage(zero_stage, layout.scatters_last)
     activation = activations * schedule.in_flight(stage) + there
     if deferred_bytes and num_rank_stages == 1:
-        counts = schedule.live_microbatches(rank)
-        activation = float(
-            (
-                counts.in_flight[:, 0] * activations
-                + counts.backward[:, 0] * there
-                + counts.awaiting_weight_gradient[:, 0] * deferred_bytes
-            ).max()
-        )
+        only_saved = StageMemory(MemoryBreakdown(), activations, there, deferred_bytes=deferred_bytes, first_bytes=there)
+        activation = float(bytes_by_moment([only_saved], schedule.live_microbatches(rank)).saved.max())
     unsummed = state.num_unreduced
-    shared, trained = ((n - unsummed + state.num_remote_experts) / data + unsummed for n in (state.num_parameters, state.num_trainable))
-    parameters = widths.weight * (shared if zero == 3 else state.num_parameters)
+    trained = (state.num_trainable - unsummed + state.num_remote_experts) / data + unsummed
+    parameters = widths.weight * (trained if zero == 3 else state.num_trainable)
+    parameters += widths.frozen * (state.num_parameters - state.num_trainable)  # whole on every rank
     whole = state.num_trainable * (layout.scatters_last and zero_stage >= 2)  # until the last microbatch
     gradients = widths.gradient * ((trained if zero >= 2 else state.num_trainable) + whole) * (layout.staleness + 1)  # of each in flight
     parameters += widths.weight * server_weight_copies(layout) * state.num_trainable
@@ -269,16 +275,57 @@ def memory_of(
     if layout.offloads_optimizer:
         optimizer = 0.0
     beside = state.transient.at_stage(zero_stage, layout.scatters_last)
-    if state.has_late_gradients:  # after backward only gradients remain, and a second copy of one bucket
-        beside = max(beside, unshared_bucket_bytes(gradients) - activation)
+    late, first = (gradients, state.transient.first + state.rematerialized.first) if state.has_late_gradients else (0.0, there + beside)
+    terms = StageMemory(
+        MemoryBreakdown(), activations, there, beside, deferred_bytes=deferred_bytes, first_bytes=first, late_gradient_bytes=late
+    )
+    if late and num_rank_stages == 1:
+        moments = bytes_by_moment([terms], schedule.live_microbatches(rank))
+        activation, beside, gradients = (float(part[moments.peak]) for part in (moments.saved, moments.transient, moments.gradients))
         gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
     beside += PACKING.get(compression.kind, 0.0) * min(state.bucket_bytes, widths.gradient * state.num_trainable)
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
     # Receives are posted ahead: a microbatch's gradient arrives during the backward of the one before.
-    buffers = beside + 2 * entering + leaving
+    buffers = beside + 2 * entering + leaving + state.buffer_bytes
     margin = scratch_bytes / num_rank_stages + MARGIN * (parameters + gradients + optimizer + activation + buffers)
     alone = MemoryBreakdown(parameters, gradients, optimizer, activation, buffers, margin)
-    return StageMemory(alone, activations, there, beside, entering, leaving, deferred_bytes)
+    return replace(terms, alone=alone, entering_bytes=entering, leaving_bytes=leaving, buffer_bytes=state.buffer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BytesByMoment:
+    """Bytes of a rank by moment of its schedule: saved for backward, transient, and gradients that do not exist at every moment."""
+
+    saved: NDArray[np.float64]
+    transient: NDArray[np.float64]
+    gradients: NDArray[np.float64]
+
+    @property
+    def total(self) -> NDArray[np.float64]:
+        return self.saved + self.transient + self.gradients
+
+    @property
+    def peak(self) -> int:
+        """The fullest moment."""
+        return int(self.total.argmax())
+
+
+def bytes_by_moment(stages: Sequence[StageMemory], moments: LiveMicrobatches) -> BytesByMoment:
+    """Return the bytes of a rank's stages by moment, the last after all backwards: gradients, and a bucket of them a second time."""
+    columns = [
+        (m.saved_bytes, m.rematerialized_bytes, m.deferred_bytes, m.transient_bytes, m.entering_bytes, m.leaving_bytes,
+            m.first_bytes - m.rematerialized_bytes, m.late_gradient_bytes)
+        for m in stages
+    ]  # fmt: skip
+    kept, there, noted, beside, entering, leaving, first, late = np.ascontiguousarray(np.array(columns, dtype=np.float64).T)
+    saved = moments.in_flight @ kept + moments.backward @ there + moments.awaiting_weight_gradient @ noted
+    transient = moments.backward @ beside + moments.inputs_in_transfer @ entering + moments.gradients_in_transfer @ leaving
+    if not late.any():
+        return BytesByMoment(saved, transient, np.zeros_like(saved))
+    transient += (moments.weight_gradients == FIRST_GRADIENTS) @ (first - beside)
+    gradients, total = (moments.weight_gradients > NO_GRADIENTS) @ late, float(late.sum())
+    ends = ((saved, 0.0), (transient, unshared_bucket_bytes(total)), (gradients, total))
+    return BytesByMoment(*(np.append(part, end) for part, end in ends))
 
 
 def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], persistent_values: Set[str], extra_bytes: float) -> float:

@@ -233,7 +233,7 @@ class _InventoryBuilder:
         extra = extra_bytes(op, self.graph.tensors, sharding, inventory.works[op.name].extra_bytes, divisor)
         is_cut = any(is_operator_sharded(sharding, op.name, axis) for axis in self.axes)
         extra_workspace = saved.sharded_bytes if is_cut else saved.unsharded_bytes
-        if any(_is_vocabulary_sharded(sharding, op, axis) for axis in self.axes):  # its backward works in place (`lower/kernels/vocabulary`)
+        if any(_is_vocabulary_sharded(sharding, op, axis) for axis in self.axes):  # backward in place (`lower/kernels/vocabulary`)
             extra_workspace -= inventory.works[op.name].extra_bytes
         gradients = _unsharded_gradient_bytes(inventory, places, op, divisor) if sharding is not None else 0.0
         min_workspace = max(

@@ -21,7 +21,7 @@ from shardwise.cost.operators.column_gathers import ColumnGathers
 from shardwise.cost.operators.ring_attention import SubgroupSpan
 from shardwise.cost.shard_counts import num_shards
 from shardwise.model.dims.labels import expert_weights
-from shardwise.model.graph import Operator, Variable
+from shardwise.model.graph import Graph, Operator
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.stages.stages import StageCut
 from shardwise.ops import record_of
@@ -203,7 +203,7 @@ class StageParameters:
 
     `num_expert` of them are experts' (all trainable), which are reduced only over replicas of the same experts.
 
-    `num_tied` of the trainable ones are shared with another stage.
+    `num_tied` of the trainable ones are shared with another stage. `buffer_bytes`: of the model's buffers that the stage reads.
     """
 
     num_parameters: float
@@ -211,6 +211,7 @@ class StageParameters:
     reductions: tuple[tuple[tuple[str, ...], float], ...]
     num_tied: float
     num_expert: float = 0.0
+    buffer_bytes: float = 0.0
 
     @property
     def num_unreduced(self) -> float:
@@ -219,15 +220,17 @@ class StageParameters:
 
 
 def stage_parameters(
-    parameters: Mapping[str, Variable],
+    graph: Graph,
     sharding: Sharding | None,
     used: Sequence[str],
     readers: Mapping[str, int],
     experts: frozenset[str] = frozenset(),
 ) -> StageParameters:
-    """Count a stage's parameters. `parameters`: the graph's by value. `used`: values that the stage reads. `readers`: number of stages that
+    """Count a stage's parameters. `used`: values that the stage reads. `readers`: number of stages that
     read each. `experts`: those sharded by experts."""
     number = trainable = tied = expert = 0.0
+    parameters, buffers = ({v.value: v for v in variables} for variables in (graph.parameters, graph.buffers))
+    buffer_bytes = sum(buffers[v].tensor.size_bytes / num_shards(sharding, v) for v in used if v in buffers)
     sums: dict[tuple[str, ...], float] = {}
     for value in used:
         variable = parameters.get(value)
@@ -247,7 +250,7 @@ def stage_parameters(
             axes = (*axes, EXPERT)
         if axes:
             sums[axes] = sums.get(axes, 0.0) + num_local
-    return StageParameters(number, trainable, tuple(sums.items()), tied, expert)
+    return StageParameters(number, trainable, tuple(sums.items()), tied, expert, buffer_bytes)
 
 
 def even_sites(cuts: Sequence[StageCut], num_stages: int) -> tuple[str, ...]:

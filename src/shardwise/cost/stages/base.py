@@ -116,6 +116,10 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     works, runs, costs_with = _backward_bytes(pricer, layout, section)
     each_keeps = wide * section.activations.at(scale, layout.data)
     activations, gone = float(each_keeps.sum()), saved_by_later(each_keeps)
+
+    def peaks_with(bucket: float) -> PeakByZeroStage:
+        return PeakByZeroStage(*(float((works - gone + x).max()) for x in costs_with(bucket)))
+
     state = StageState(
         parameters.num_parameters - elsewhere,
         parameters.num_trainable - elsewhere,
@@ -123,16 +127,17 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         elsewhere,
         activations + scores,
         scores,
-        PeakByZeroStage(*(float((works - gone + x).max()) for x in costs_with(DEFAULT_BUCKET_ELEMENTS))),
+        peaks_with(DEFAULT_BUCKET_ELEMENTS),
         offloaded_bytes=activations + scores,
         num_unreduced=parameters.num_unreduced if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
         has_late_gradients=_has_late_gradients(pricer, layout),
+        buffer_bytes=parameters.buffer_bytes * wide,
     )
 
     @cache
     def state_with(bucket: float) -> StageState:
-        return replace(state, transient=PeakByZeroStage(*(float((works - gone + x).max()) for x in costs_with(bucket))))
+        return replace(state, transient=peaks_with(bucket))
 
     @cache
     def layered_state(residency: Residency, bucket: float) -> StageState:
@@ -147,10 +152,10 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         moments = np.maximum(works + there + back, forward) + present - saved_by_later(stays)
         costs = costs_with(bucket)
         at = [int((moments + x).argmax()) for x in costs]
-        full, scattered, gathered = (float(min(works[i], moments[i]) + x[i]) for x, i in zip(costs, at, strict=True))
+        transient = PeakByZeroStage(*(float(min(works[i], moments[i]) + x[i]) for x, i in zip(costs, at, strict=True)))
         return replace(
             state, saved_bytes=float(stays.sum()) + each * (amounts.num_layers - float(amounts.layers_away.sum())), score_bytes=0.0,
-            transient=PeakByZeroStage(full, scattered, gathered),
+            transient=transient,
             rematerialized=PeakByZeroStage(*(float(max(0.0, moments[i] - works[i])) for i in at)),
             offloaded_bytes=amounts.offloaded.at(scale, layout.data) * wide + each * amounts.num_offloaded,
         )  # fmt: skip
@@ -251,21 +256,20 @@ def copy_for_stage(
 
 
 def _has_late_gradients(pricer: Pricer, layout: Layout) -> bool:
-    """Return whether no gradients exist during forward: for one backward per step without gradient reduction
-    (`run/gradients/gradient_reducer`).
+    """Return whether no gradients exist before a step's first backward: without gradient reduction (`run/gradients/gradient_reducer`).
 
     Reduced gradients of norms and the like on tensor ranks are too few to count.
     """
     alone = layout.num_ranks == layout.pipeline * layout.tensor
-    return not pricer.devices.has_persistent_gradients and layout.microbatches == 1 and alone
+    return not pricer.devices.has_persistent_gradients and alone and not layout.staleness
 
 
 def _backward_bytes(
     pricer: Pricer, layout: Layout, section: StageSection
-) -> tuple[Array, BlockRuns, Callable[[float], tuple[Array, Array, Array]]]:
-    """Return (workspace of backward by operator, the runs, additional transient bytes by operator for each ZeRO stage, given the elements
-    of a bucket): with full gradients and weights 0, or negative for gradients not yet computed; then full gradients in reduction; then
-    all-gathered weights as well."""
+) -> tuple[Array, BlockRuns, Callable[[float], tuple[Array, Array, Array, Array]]]:
+    """Return (workspace of backward by operator, the runs, additional transient bytes by operator for each field of `PeakByZeroStage`,
+    given the elements of a bucket): with full gradients and weights 0; then full gradients in reduction; then all-gathered weights as well;
+    and negative for gradients not yet computed."""
     divisor = pricer.expert_divisor(layout)
     parts = pricer.with_layer_saving(layout, pricer.cast_sharded_inventory(layout))
     ops, runs = section.operators, section.runs(divisor, DEFAULT_BUCKET_ELEMENTS)
@@ -280,13 +284,13 @@ def _backward_bytes(
     by_torch = (layout.precision == "float64") | uses_torch_kernel(exact, single, thin, threads)
     tensors = batch_factor * np.where(by_torch, parts.torch_bytes[ops], parts.working_bytes[ops])
     workspace = tensors + parts.weight_bytes[ops] + parts.waiting_gradients.take(ops).at(scale, layout.data)
-    missing = -widths.gradient * runs.missing_gradients * _has_late_gradients(pricer, layout)
+    missing = -widths.gradient * runs.missing_gradients
     gathered = runs.expand_to_operators(runs.gathered_bytes(widths.weight), len(workspace))
 
-    def costs_with(bucket: float) -> tuple[Array, Array, Array]:
+    def costs_with(bucket: float) -> tuple[Array, Array, Array, Array]:
         scattered = section.runs(divisor, bucket).scattering_bytes(
             widths.gradient, layout.weight_ranks // layout.zero_groups, len(workspace)
         )
-        return missing, scattered, scattered + gathered
+        return np.zeros_like(workspace), scattered, scattered + gathered, missing
 
     return width_factor * workspace, runs, costs_with

@@ -92,8 +92,9 @@ class SectionCache:
     def _build_section(self, number: int) -> StageSection:
         parts, sharding, experts = self.kinds.parts, self.kinds.sharding, self.kinds.experts
         stage, numbers, readers = self.stages[number], self._numbers[number], self._readers
-        parameters = {v.value: v for v in self.kinds.inventory.graph.parameters}
-        counts = stage_parameters(parameters, sharding, stage.variables, readers, experts)
+        graph = self.kinds.inventory.graph
+        parameters = {v.value: v for v in graph.parameters}
+        counts = stage_parameters(graph, sharding, stage.variables, readers, experts)
         # Parameters that several stages share are not sharded by ZeRO.
         sizes = {
             v: parameters[v].tensor.size / num_shards(sharding, v)
@@ -181,10 +182,12 @@ def first_equal_stages(
 ) -> tuple[int, ...]:
     """[stage] -> the first equal stage. `numbers`: of the stages' operators; `kinds`: from `operator_cost_classes`.
 
-    Equal stages send and receive equal bytes, read parameters with equal numbers of readers, and have blocks at equal positions.
+    Equal stages send and receive equal bytes, read parameters with equal numbers of readers and buffers of equal bytes, and have blocks at
+    equal positions.
     """
     readers = Counter(value for stage in stages for value in stage.variables)
     tensors, batched = inventory.graph.tensors, inventory.batched
+    buffers = {v.value for v in inventory.graph.buffers}
 
     def crossing(links: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[tuple[int, bool], ...], ...]:
         return tuple(tuple((tensors[v].size_bytes, v in batched) for v in values) for _, values in links)
@@ -194,6 +197,7 @@ def first_equal_stages(
     for i, (stage, operators) in enumerate(zip(stages, numbers, strict=True)):
         blocks = np.unique(parts.block_numbers[operators], return_inverse=True)[1]
         parameters = tuple([(of_parameters[v], readers[v] > 1) for v in stage.variables if v in of_parameters])
-        key = (kinds[operators].tobytes(), blocks.tobytes(), parameters, crossing(stage.receives), crossing(stage.sends))
+        held = tuple([tensors[v].size_bytes for v in stage.variables if v in buffers])
+        key = (kinds[operators].tobytes(), blocks.tobytes(), parameters, held, crossing(stage.receives), crossing(stage.sends))
         first.append(first_of_key.setdefault(key, i))
     return tuple(first)

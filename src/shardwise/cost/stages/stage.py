@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardwise.cost.devices.compute import Seconds
-from shardwise.cost.memory.memory import MARGIN, StageMemory
+from shardwise.cost.memory.memory import MARGIN, StageMemory, bytes_by_moment
 from shardwise.cost.stages.gradients import NOTHING_HIDDEN, HiddenCollectives
 from shardwise.plan.plan import MemoryBreakdown
-from shardwise.schedules import LiveMicrobatches, Schedule
+from shardwise.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +48,9 @@ def combine_stage_memory(stages: Sequence[StageMemory], schedule: Schedule, rank
     if len(stages) == 1:
         return stages[0].alone
     total = MemoryBreakdown(*(sum(getattr(stage.alone, name) for stage in stages) for name in MemoryBreakdown.__dataclass_fields__))
-    held_bytes, beside = memory_by_moment(stages, schedule.live_microbatches(rank))
-    peak = int((held_bytes + beside).argmax())
-    activations, buffers = float(held_bytes[peak]), float(beside[peak])
-    excess = total.activations + total.buffers - activations - buffers
-    return replace(total, activations=activations, buffers=buffers, margin=total.margin - MARGIN * excess)
-
-
-def memory_by_moment(stages: Sequence[StageMemory], moments: LiveMicrobatches) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (saved bytes, transient bytes) of a rank by moment of its schedule."""
-    columns = [
-        (m.saved_bytes, m.rematerialized_bytes, m.deferred_bytes, m.transient_bytes, m.entering_bytes, m.leaving_bytes) for m in stages
-    ]
-    kept, there, noted, beside, entering, leaving = np.ascontiguousarray(np.array(columns, dtype=np.float64).T)
-    saved = moments.in_flight @ kept + moments.backward @ there + moments.awaiting_weight_gradient @ noted
-    return saved, moments.backward @ beside + moments.inputs_in_transfer @ entering + moments.gradients_in_transfer @ leaving
+    moments = bytes_by_moment(stages, schedule.live_microbatches(rank))
+    activations, beside, late = (float(part[moments.peak]) for part in (moments.saved, moments.transient, moments.gradients))
+    gradients = total.gradients + late - sum(stage.late_gradient_bytes for stage in stages) + min(0.0, beside)
+    buffers = max(0.0, beside) + sum(stage.buffer_bytes for stage in stages)
+    excess = total.gradients + total.activations + total.buffers - gradients - activations - buffers
+    return replace(total, gradients=gradients, activations=activations, buffers=buffers, margin=total.margin - MARGIN * excess)

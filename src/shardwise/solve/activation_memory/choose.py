@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from shardwise.cost.devices.compute import Seconds
 from shardwise.cost.devices.devices import HOST_SLOWS
-from shardwise.cost.memory.memory import MARGIN, StageMemory
+from shardwise.cost.memory.memory import MARGIN, StageMemory, bytes_by_moment
 from shardwise.cost.stages.base import LayerCost
-from shardwise.cost.stages.stage import StageCost, combine_stage_memory, memory_by_moment
+from shardwise.cost.stages.stage import StageCost, combine_stage_memory
 from shardwise.cost.step import Pricer
 from shardwise.cost.step_time.heterogeneous import stage_device_memory, stage_pricer
 from shardwise.cost.step_time.timing import PricedLayout, balanced_sites, price
@@ -29,7 +29,7 @@ from shardwise.errors import Infeasible, LayoutError
 from shardwise.plan.ir.ranges import escape_name, shorten_names, write_counts
 from shardwise.plan.layout import Layout
 from shardwise.plan.residency import CHEAP, LayerChoice
-from shardwise.schedules import Schedule, schedule_of
+from shardwise.schedules import NO_GRADIENTS, Schedule, schedule_of
 from shardwise.solve.activation_memory.residency import (
     ALL_CHOICES,
     KEEP,
@@ -161,7 +161,8 @@ def _choose_for_rank(
             costs[i].append(cost)
     live = schedule.live_microbatches(rank)
     entering, leaving = np.array([m.entering_bytes for m in memories]), np.array([m.leaving_bytes for m in memories])
-    transient = live.inputs_in_transfer @ entering + live.gradients_in_transfer @ leaving
+    late = np.array([m.late_gradient_bytes for m in memories])
+    transient = live.inputs_in_transfer @ entering + live.gradients_in_transfer @ leaving + (live.weight_gradients > NO_GRADIENTS) @ late
     shared = SharedRankMemory([StageOptions.from_costs(sorted(c), k) for c, k in zip(options, costs, strict=True)], live, transient)
     try:
         chosen = shared.choose(float(shared.bytes_by_moment([0] * len(stages)).max()) - excess / (1 + MARGIN))
@@ -221,8 +222,9 @@ def _freeable_by_moment(schedule: Schedule, rank: int, memories: Sequence[StageM
     if len(memories) == 1 and not schedule.splits_backward:
         return np.array([[schedule.in_flight(schedule.stages_of[rank][0])]]), np.zeros(1)
     live = schedule.live_microbatches(rank)
-    live_bytes = sum(memory_by_moment(memories, live))
-    return (live.in_flight - live.awaiting_weight_gradient).astype(np.float64), np.max(live_bytes) - live_bytes
+    live_bytes = bytes_by_moment(memories, live).total
+    spare = np.max(live_bytes) - live_bytes[: len(live.in_flight)]
+    return (live.in_flight - live.awaiting_weight_gradient).astype(np.float64), spare
 
 
 def _keep_where_possible(
