@@ -283,6 +283,8 @@ def memory_of(
         moments = bytes_by_moment([terms], schedule.live_microbatches(rank))
         activation, beside, gradients = (float(part[moments.peak]) for part in (moments.saved, moments.transient, moments.gradients))
         gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
+    if widths.copies > widths.gradient and not layout.offloads_optimizer:  # updates read gradients as wide as main weights
+        beside = max(beside, widths.copies * (trained / holders if zero else state.num_trainable) - activation)
     beside += PACKING.get(compression.kind, 0.0) * min(state.bucket_bytes, widths.gradient * state.num_trainable)
     entering, leaving = (size * (layout.pipeline > 1) for size in (state.entering_bytes, state.leaving_bytes))
     # Receives are posted ahead: a microbatch's gradient arrives during the backward of the one before.

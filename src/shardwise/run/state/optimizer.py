@@ -407,7 +407,6 @@ class Optimizer:
         narrow = {number: self._updated[number] for number, is_narrow in enumerate(self._narrow_gradients) if is_narrow}
         for number, pairs in narrow.items():
             self._updated[number] = [(p, g.to(p.dtype)) for p, g in pairs]
-            self._inner_update.unbind()
         norm = self._clip() if self.spec.clip else None
         if self.scale is not None and self._overflowed(norm):
             return None
@@ -419,6 +418,7 @@ class Optimizer:
             for x in (x for p, _ in pairs for x in (p, *(one.tensor for one in self._segments.get(p, ())))):
                 x.grad = None
             self._updated[number] = pairs
+            self._inner_update.unbind()  # from wide gradients, whose memory is free until the next update
         self._distribute_weights()
         return norm
 
