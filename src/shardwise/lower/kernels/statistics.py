@@ -123,17 +123,53 @@ def sharded_batch_norm(
     return out
 
 
+class _ShardedGroupNorm(torch.autograd.Function):
+    """Group norm with statistics over all ranks: batch norm of one sample with a channel for each group of each sample, whose output is
+    scaled and shifted by channel. It saves x, and neither pass allocates a tensor as large as x besides its output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, parts: StatisticsGroups
+    ) -> Tensor:
+        rows = _as_float32(x.reshape(1, x.shape[0] * num_groups, -1))
+        out, rank_mean, rank_inverse = torch.native_batch_norm(rows, None, None, None, None, True, 0.0, _LEAST)
+        mean, var = merge_statistics(rank_mean, rank_inverse.square().reciprocal_().sub_(_LEAST), parts)
+        inverse = torch.rsqrt(var + eps)
+        ctx.save_for_backward(x, weight, mean, inverse)
+        ctx.count = round(rows.shape[2] / prod(shares[group.index] for group, shares in parts))
+        ctx.parts, ctx.has_bias = parts, bias is not None
+        out = out.mul_((inverse / rank_inverse).view(-1, 1)).add_(((rank_mean - mean) * inverse).view(-1, 1)).view(x.shape)
+        out = out if weight is None else out.mul_(weight.view(_channel_shape(x)))
+        return (out if bias is None else out.add_(bias.view(_channel_shape(x)))).to(x.dtype)
+
+    @staticmethod
+    @refuse_second_derivatives("group norm", "spatial")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        num_rows, num_channels = len(mean), x.shape[0] * x.shape[1]
+        wide, grad_NCS = _as_float32(x.reshape(1, num_channels, -1)), _as_float32(grad.reshape(1, num_channels, -1))
+        mean_NC, inverse_NC = (statistic.repeat_interleave(num_channels // num_rows) for statistic in (mean, inverse))
+        # By channel of each sample: the sums of the gradient times the normalized values, and of the gradient.
+        _, times, sums = torch.ops.aten.native_batch_norm_backward.default(
+            grad_NCS, wide, torch.ones_like(mean_NC), None, None, mean_NC, inverse_NC, True, 0.0, [False, True, True]
+        )
+        for_weight, for_bias = (total.view(x.shape[:2]).sum(0) for total in (times, sums))
+        scale_NC = None if weight is None else weight.to(wide.dtype).repeat(x.shape[0])
+        by_group = [(total if scale_NC is None else total * scale_NC).view(num_rows, -1).sum(1) for total in (sums, times)]
+        means = all_reduce_over_groups(torch.stack(by_group), ctx.parts) / ctx.count
+        rows = (wide.sub_(mean_NC.view(-1, 1)) if x.dtype != wide.dtype else wide - mean_NC.view(-1, 1)).view(1, num_rows, -1)
+        rows.mul_(-(means[1] * inverse).view(-1, 1)).sub_(means[0].view(-1, 1))
+        by_channel = rows.view(1, num_channels, -1)
+        by_channel = by_channel.add_(grad_NCS) if scale_NC is None else by_channel.addcmul_(grad_NCS, scale_NC.view(-1, 1))
+        x_gradient = by_channel.mul_(inverse_NC.view(-1, 1)).view(x.shape).to(x.dtype)
+        return x_gradient, None if weight is None else for_weight, for_bias if ctx.has_bias else None, None, None, None
+
+
 def group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, parts: StatisticsGroups) -> Tensor:
     """Return group norm of `x_NC...` (Wu and He 2018), with positions sharded over the groups of `parts`; instance norm has one group per
-    channel.
-
-    It is batch norm of one sample, with a channel for each group of each sample.
-    """
-    rows = x.reshape(1, x.shape[0] * num_groups, -1)
-    out = sharded_batch_norm(rows, None, None, None, None, 0.0, eps, parts).view(x.shape)
-    shape = _channel_shape(x)
-    out = out if weight is None else out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
+    channel."""
+    out: Tensor = _ShardedGroupNorm.apply(x, weight, bias, num_groups, eps, parts)  # type: ignore[no-untyped-call]
+    return out
 
 
 def write_buffer(target: Callable[..., Any], draw: DrawState, buffer: Tensor, *args: Any, **kwargs: Any) -> Tensor:
