@@ -141,37 +141,68 @@ def _is_pointwise(op: Operator, tensors: Mapping[str, Tensor]) -> bool:
     return max(_window_of(op, tensors), default=1) == 1 and not _is_strided(op)
 
 
-def layout_copy_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], channels_last: bool) -> float:
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """An image on a rank, with the samples of all data replicas."""
+
+    size_bytes: float
+    num_channels: int
+
+    @property
+    def blocked_bytes(self) -> float:
+        """Bytes in oneDNN's layout."""
+        return self.size_bytes * _padding_factor(self.num_channels)
+
+
+def _local_images(op: Operator, tensors: Mapping[str, Tensor], sharding: Sharding | None) -> tuple[_Image, _Image]:
+    """Return a rank's input and output of a convolution."""
+    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
+    local_x, local_weight = local_operand_shapes(op, tensors, sharding)
+    replicas = sharding.sizes.get(DATA, 1) if sharding is not None and is_sharded_over_data(sharding, op.inputs[0]) else 1
+    at = 1 if is_transposed(op) else 0
+    share = local_weight[at] / tensors[op.inputs[1]].shape[at]
+    rows = replicas * prod((local_x[0], *local_x[2:])) / prod((x.shape[0], *x.shape[2:]))
+    return (
+        _Image(x.size_bytes * rows * local_x[1] / x.shape[1], local_x[1]),
+        _Image(out.size_bytes * rows * share, max(1, round(out.shape[1] * share))),
+    )
+
+
+def layout_copy_bytes(
+    op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], channels_last: bool, sharding: Sharding | None = None
+) -> float:
     """Return the bytes of copies in oneDNN's layout: of the output's and the input's gradients (with strides also of the input).
 
     Channels are padded to blocks. The gradient of an input of few channels is there in blocks, or as it is returned. Groups narrower than a
     block have one copy at a time.
     """
-    x, out = tensors[op.inputs[0]], tensors[op.outputs[0]]
     if channels_last:
         return 0.0
+    x, out = _local_images(op, tensors, sharding)
     groups = _num_groups(op, tensors)
-    if groups > 1 and not _is_depthwise(op, tensors) and max(x.shape[1], out.shape[1]) < groups * onednn_library().block:
-        return float(max(x.size_bytes, out.size_bytes))
-    x_bytes, out_bytes = (float(t.size_bytes) * (1.0 if is_transposed(op) else _padding_factor(t.shape[1])) for t in (x, out))
+    depthwise, block = _is_depthwise(op, tensors), onednn_library().block
+    if groups > 1 and not depthwise and max(tensors[v].shape[1] for v in (op.inputs[0], op.outputs[0])) < groups * block:
+        return max(x.size_bytes, out.size_bytes)
+    if is_transposed(op):
+        return x.size_bytes + out.size_bytes
     if _is_pointwise(op, tensors):
-        return x_bytes + out_bytes
-    is_narrow = x.shape[1] < onednn_library().block
+        return x.blocked_bytes + out.blocked_bytes
+    is_narrow = x.num_channels < block
     if op.inputs[0] not in grads:
         # Inputs of few channels are not copied.
-        return out_bytes + (0.0 if is_narrow else x_bytes)
-    depthwise = _is_depthwise(op, tensors) and x.dtype == "float32"
+        return out.blocked_bytes + (0.0 if is_narrow else x.blocked_bytes)
+    depthwise = depthwise and tensors[op.inputs[0]].dtype == "float32"
     if depthwise and max(_window_of(op, tensors)) > 3:
-        return float(out.size_bytes)
-    if not _is_strided(op) or is_transposed(op) or depthwise:
-        return x_bytes + out_bytes - (x.size_bytes if is_narrow and not is_transposed(op) and not depthwise else 0.0)
+        return out.size_bytes
+    if not _is_strided(op) or depthwise:
+        return x.blocked_bytes + out.blocked_bytes - (x.size_bytes if is_narrow and not depthwise else 0.0)
     if is_narrow:
-        x_bytes, out_bytes = float(x.size_bytes), float(out.size_bytes)
-    return x_bytes + max(x_bytes, out_bytes)
+        return x.size_bytes + max(x.size_bytes, out.size_bytes)
+    return x.blocked_bytes + max(x.blocked_bytes, out.blocked_bytes)
 
 
 def _num_groups(op: Operator, tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of groups of a convolution."""
+    """Return the number of groups."""
     return 1 if is_transposed(op) else max(1, tensors[op.inputs[0]].shape[1] // tensors[op.inputs[1]].shape[1])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 
 from shardwise.cost.devices.convolutions import (
     NEVER,
@@ -24,10 +24,11 @@ from shardwise.cost.devices.recurrent import lstm_bytes
 from shardwise.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.strides.strides import GraphStrides, view_strides
-from shardwise.model.work import OperatorWork
+from shardwise.model.work import OperatorWork, kind_of
 from shardwise.ops import record_of
 from shardwise.ops.attention import attention_mask_of, has_score_dropout
 from shardwise.ops.recurrent import RECURRENT_SAVED_FACTOR, num_layers
+from shardwise.ops.vocabulary import CostKind
 
 Tensors = Mapping[str, Tensor]
 
@@ -73,6 +74,10 @@ class KernelMemory:
     def workspace(self, op: Operator, tensors: Tensors, read: Tensors, done: OperatorWork) -> BackwardWorkspace:
         """Return the workspace of its backward. `read`: operands that are cast to another dtype."""
         return BackwardWorkspace()
+
+    def sharded_copy_bytes(self, op: Operator, tensors: Tensors, sharding: Sharding, num_shards: float) -> float:
+        """Return by how much a rank's workspace exceeds its share of `workspace`, where an operator's work has so many shards."""
+        return 0.0
 
     def convolution_kernel(self, op: Operator, tensors: Tensors, sharding: Sharding | None) -> tuple[ChannelPadding, TorchKernel]:
         """Return the channel padding of a convolution, and when torch's own kernel computes it."""
@@ -150,6 +155,14 @@ class ProcessorMemory(KernelMemory):
             unsharded = float(tensors[op.inputs[0]].size_bytes)
             sharded = 4 * unsharded if tensors[op.inputs[0]].dtype == "bfloat16" else 0.0
         return BackwardWorkspace(transposed + layout_bytes, transposed + column_bytes, unsharded, sharded, weights)
+
+    def sharded_copy_bytes(self, op: Operator, tensors: Tensors, sharding: Sharding, num_shards: float) -> float:
+        """Of copies in oneDNN's layout: each operand is sharded as it is read, and channels are padded on every rank."""
+        if num_shards in (1, inf) or kind_of(op) != CostKind.CONVOLUTION or not self.grads.intersection(op.outputs):
+            return 0.0
+        channels_last = self._layouts.has_channels_last(op.inputs[0])
+        local, whole = (layout_copy_bytes(op, tensors, self.grads, channels_last, cut) for cut in (sharding, None))
+        return local - whole / num_shards
 
     def _transpose_copy_bytes(self, op: Operator, tensors: Tensors) -> float:
         """Return the bytes copied because the gradient's strides differ from the saved tensor's; oneDNN's GELU copies its result, too."""

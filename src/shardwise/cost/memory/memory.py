@@ -97,6 +97,11 @@ class Inventory:
             is_cast,
         )
 
+    def tensors_as_read(self, op: Operator) -> Mapping[str, Tensor]:
+        """Return the graph's tensors, an operator's operands in the dtypes in which it reads them."""
+        tensors = self.graph.tensors
+        return {**tensors, **read} if self.is_cast and (read := cast_operands(op, tensors)) else tensors
+
     def cast_bytes(self, op: Operator) -> dict[str, float]:
         """Return the bytes read and written to cast an operator's operands, by value."""
         tensors = self.graph.tensors

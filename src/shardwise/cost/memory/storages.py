@@ -19,7 +19,7 @@ from shardwise.cost.shard_counts import is_sharded_over_data, num_shards
 from shardwise.model.graph import Operator
 from shardwise.model.sharding.sharding import Sharding, shard_length
 from shardwise.plan.ir.axis import DATA, axis_of
-from shardwise.plan.ir.placement import P, Placement, R, has_single_owner, is_halo, is_shard, is_sharded
+from shardwise.plan.ir.placement import P, Placement, R, has_single_owner, is_fully_replicated, is_halo, is_shard, is_sharded
 
 
 class SavedStorage(NamedTuple):
@@ -133,8 +133,8 @@ class StorageMap:
         is_separate = self.inventory.kernel_memory.saves_as_read or owned or is_scattered or crosses_sequences
         if not moved or value in self.inventory.persistent_values or not is_separate:
             return None
-        if self.inventory.works[op.name].kind == "convolution" and self.num_shards_read(op, at) > self._num_shards(value):
-            return None  # measured on grids: an operand that a convolution reads a slice of is saved unsliced
+        if all(is_fully_replicated(placements[axis][0]) and _is_leading_shard(placements[axis][1]) for axis in axes):
+            return None  # a view, with which the whole storage is saved
         return self.storage_of(value, self.num_shards_read(op, at))._replace(root=moved, data_sharded=shared)
 
     def _operand_placements(self, op: Operator, at: int) -> dict[str, tuple[Placement, Placement]]:
@@ -143,3 +143,8 @@ class StorageMap:
             return {}
         source, need = self.sharding.placements[op.inputs[at]], self.sharding.input_placements[op.name][at]
         return {axis: (source.get(axis, R), need.get(axis) or source.get(axis, R)) for axis in self._axes}
+
+
+def _is_leading_shard(placement: Placement) -> bool:
+    """Return whether a slice of a whole tensor is contiguous, so that it is not copied."""
+    return is_shard(placement) and placement.dim == 0 and not placement.runs

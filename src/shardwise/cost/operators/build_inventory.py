@@ -235,13 +235,16 @@ class _InventoryBuilder:
         extra_workspace = saved.sharded_bytes if is_cut else saved.unsharded_bytes
         if any(_is_vocabulary_sharded(sharding, op, axis) for axis in self.axes):  # backward in place (`lower/kernels/vocabulary`)
             extra_workspace -= inventory.works[op.name].extra_bytes
-        gradients = _unsharded_gradient_bytes(inventory, places, op, divisor) if sharding is not None else 0.0
+        gradients = copies = 0.0
+        if sharding is not None:
+            gradients = _unsharded_gradient_bytes(inventory, places, op, divisor)
+            copies = inventory.kernel_memory.sharded_copy_bytes(op, inventory.tensors_as_read(op), sharding, divisor)
         min_workspace = max(
             (2 * places.storage_of(op.inputs[at], places.num_shards_read(op, at)).size_bytes for at in accumulated), default=0.0
         )
         return _OperatorEntry(
             local, tuple(forward), tuple(backward), extra,
-            max(min_workspace, (saved.working_bytes + extra_workspace) / divisor + gradients),
+            max(min_workspace, (saved.working_bytes + extra_workspace) / divisor + gradients + copies),
             max(min_workspace, (saved.torch_bytes + extra_workspace) / divisor + gradients),
             saved.weight_bytes / divisor, is_operator_sharded(sharding, op.name, DATA),
         )  # fmt: skip
