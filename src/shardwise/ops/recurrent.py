@@ -12,6 +12,7 @@ from shardwise.ops.saved_tensors import Saved, SavedRule
 from shardwise.ops.vocabulary import AutocastPolicy, CostKind, LoweringKind
 
 HIDDEN_UNITS = "h"
+RECURRENT_WORKSPACE = 2.0  # gates and states of one step in backward, in output sizes
 RECURRENT_SAVED_FACTOR = 5.0  # gates and cell states of every step and layer, in output sizes (LSTM; fewer for the others)
 
 

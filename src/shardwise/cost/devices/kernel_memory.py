@@ -20,14 +20,14 @@ from shardwise.cost.devices.convolutions import (
     torch_kernel,
     workspace_bytes,
 )
-from shardwise.cost.devices.recurrent import lstm_bytes
+from shardwise.cost.devices.recurrent import is_lstm, lstm_backward_bytes, lstm_bytes
 from shardwise.model.graph import DTYPE_BYTES, Graph, Operator, Tensor
 from shardwise.model.sharding.sharding import Sharding
 from shardwise.model.strides.strides import GraphStrides, view_strides
 from shardwise.model.work import OperatorWork, kind_of
 from shardwise.ops import record_of
 from shardwise.ops.attention import attention_mask_of, has_score_dropout
-from shardwise.ops.recurrent import RECURRENT_SAVED_FACTOR, num_layers
+from shardwise.ops.recurrent import RECURRENT_SAVED_FACTOR, RECURRENT_WORKSPACE, num_layers
 from shardwise.ops.vocabulary import CostKind
 
 Tensors = Mapping[str, Tensor]
@@ -107,7 +107,7 @@ class ProcessorMemory(KernelMemory):
         elif record.recurrence is not None and not record.recurrence.is_cell:  # 7 outputs in all, except for an LSTM
             counted_bytes = RECURRENT_SAVED_FACTOR * out.size_bytes * num_layers(op, tensors)
             added = (
-                lstm_bytes(op, tensors) if record.recurrence.num_states == 2 else 7.0 / RECURRENT_SAVED_FACTOR * counted_bytes
+                lstm_bytes(op, tensors) if is_lstm(op) else 7.0 / RECURRENT_SAVED_FACTOR * counted_bytes
             ) - counted_bytes
         return replace(done, extra_bytes=done.extra_bytes + added) if added else done
 
@@ -149,6 +149,9 @@ class ProcessorMemory(KernelMemory):
         weights = max(weights, sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in trainable))
         if done.kind == "convolution" and channels_last:
             weights += workspace_bytes(op, tensors)
+        if is_lstm(op):  # of one layer at a time; the rest of the formula has gates and states of all
+            columns, weights = lstm_backward_bytes(op, tensors)
+            transposed += columns - RECURRENT_WORKSPACE * tensors[op.outputs[0]].size_bytes
         if record_of(op).statistics.over_samples and op.inputs[0] in self.grads:
             # It allocates its input's gradient twice; `shardwise.lower.kernels.statistics`, over many ranks, does not, but computes in
             # float32.

@@ -42,6 +42,21 @@ def workspace_bytes(steps: int, samples: int, inputs: int, hidden: int, width: i
     return samples * (steps * each + (steps + 1) * states)
 
 
+def is_lstm(op: Operator) -> bool:
+    """Return whether a call is a whole LSTM."""
+    recurrence = record_of(op).recurrence
+    return recurrence is not None and not recurrence.is_cell and recurrence.num_states == 2
+
+
+def num_layer_calls(op: Operator) -> int:
+    """Return the number of layers and directions that an operator runs one after another; 1 for all but recurrent layers."""
+    recurrence = record_of(op).recurrence
+    if recurrence is None or recurrence.is_cell or len(op.args) < len(("input", "states", "weights", "biases", "layers")):
+        return 1
+    layers = op.args[4]
+    return layers * (1 + (op.args[-2] is True)) if type(layers) is int else 1
+
+
 def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
     """Return the bytes saved besides an LSTM's input and output: workspaces, each direction's own output if there are two, values between
     layers, and between layers dropout masks with their results."""
@@ -61,6 +76,17 @@ def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:
         if layer < layers - 1:
             size += out.size_bytes * (1 + is_bidirectional * (not drops) + 2 * drops)
     return size + is_bidirectional * out.size_bytes
+
+
+def lstm_backward_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the workspace of one layer in one direction in backward, as measured: gradients of its gates and states of all steps, and its
+    weights in another layout (of bfloat16 their gradients in float32 too), twice where their columns conflict in a cache."""
+    out, directions = tensors[op.outputs[0]], 1 + (op.args[-2] is True)
+    matrices = [tensors[v] for v in op.inputs[3:] if len(tensors[v].shape) == 2][-2:]
+    weights = float(sum(t.size_bytes for t in matrices))
+    if out.dtype == "bfloat16":
+        return 4.0 * out.size_bytes / directions, 3 * weights
+    return 5.0 * out.size_bytes / directions, weights * (1 + (matrices[-1].shape[1] % onednn_library().together == 0))
 
 
 def shards_hidden_units(sharding: Sharding | None, op: Operator) -> bool:

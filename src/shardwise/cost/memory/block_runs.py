@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.cost.devices.recurrent import num_layer_calls
 from shardwise.model.graph import Operator
 from shardwise.plan.plan import BUCKET_BYTES
 
@@ -112,10 +113,12 @@ class BlockRuns:
         for run, (first, last) in enumerate(zip(starts, [*starts[1:], len(operators)], strict=True)):
             for value in dict.fromkeys(v for op in operators[first:last] for v in op.inputs if v in trained):
                 readers.setdefault(value, []).append(run)
-        last_reads = [0.0] * len(operators)
+        last_reads = np.zeros(len(operators))
         for value, last in {v: i for i, op in enumerate(operators) for v in op.inputs if v in trained}.items():
             last_reads[last] += trained[value] / (expert_divisor if value in experts else 1)
-        missing = np.cumsum([0.0, *last_reads])[:-1]
+        missing = np.cumsum(np.concatenate(([0.0], last_reads)))[:-1]
+        # The layers of a recurrent operator run one after another; its fullest moment is the backward of the last one.
+        missing += last_reads * [1 - 1 / num_layer_calls(op) for op in operators]
         shared_sizes: dict[tuple[int, ...], list[float]] = {}  # sizes of parameters read by the same runs: buckets mix no others
         for value, reading_runs in readers.items():
             shared_sizes.setdefault(tuple(reading_runs), []).append(trained[value] / (expert_divisor if value in experts else 1))

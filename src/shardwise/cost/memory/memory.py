@@ -27,6 +27,7 @@ from shardwise.model.strides.autocast_dtypes import HELD, apply_autocast, cast_o
 from shardwise.model.work import OperatorWork, kind_of, operator_work, storage_roots, values_following_batch
 from shardwise.ops import record_of
 from shardwise.ops.attention import has_score_dropout
+from shardwise.ops.recurrent import RECURRENT_WORKSPACE
 from shardwise.ops.transforms import fft_dim_and_length
 from shardwise.ops.vocabulary import GradientMemory, Linearity, ViewKind
 from shardwise.plan.ir.compression import Compression
@@ -363,8 +364,8 @@ def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], 
             values = tensors[op.inputs[2]].size_bytes
             return values + 2.0 * max(1.0, 4.0 / DTYPE_BYTES[x.dtype]) * scores
         return size + min(extra_bytes, 2.0 * scores)
-    if kind_of(op) == "recurrent":  # gates and states of one step
-        return size + 2.0 * out.size_bytes
+    if kind_of(op) == "recurrent":
+        return size + RECURRENT_WORKSPACE * out.size_bytes
     if record.backward.gradient == GradientMemory.PADDED_SPECTRUM:  # backward works on complex numbers of full length
         dim, length = fft_dim_and_length(op, tensors)
         return size + 16.0 * prod(out.shape) / out.shape[dim] * length
