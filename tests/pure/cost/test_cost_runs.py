@@ -34,7 +34,7 @@ def test_scattering_is_what_a_backward_holds(runs: list[list[float]], data: int)
         # Its bucket fills while the one before is scattered, and a piece of it comes; when it is full, a piece of its own.
         want.append((sum(mine) + under_way) * (1 + 1 / data))
         under_way = sum(mine) or under_way
-    assert made.scattering_bytes(1.0, data, len(runs)).tolist() == pytest.approx(want[::-1])
+    assert made.scattering_bytes(1.0, 1 / data, len(runs)).tolist() == pytest.approx(want[::-1])
     assert made.gathered_bytes(2.0).tolist() == pytest.approx(
         [2 * (sum(mine) + (sum(runs[k - 1]) if k else 0)) for k, mine in enumerate(runs)]
     )
@@ -42,13 +42,14 @@ def test_scattering_is_what_a_backward_holds(runs: list[list[float]], data: int)
 
 def test_a_layer_of_several_buckets_holds_two_of_them() -> None:
     made = runs_of([["a", "b", "c"]], {"a": BIG, "b": BIG, "c": 1.0})
-    assert made.scattering_bytes(4.0, 2, 1).tolist() == [4 * (BIG + 1.5 * BIG)]
+    assert made.scattering_bytes(4.0, 0.5, 1).tolist() == [4 * (BIG + 1.5 * BIG)]
+    assert made.scattering_bytes(4.0, 0.0, 1).tolist() == [4 * (BIG + BIG)]  # in place
 
 
 def test_a_weight_that_two_runs_read_is_whole_in_both() -> None:
     made = runs_of([["embed"], ["up"], ["embed", "norm"]], {"embed": 100, "up": 10, "norm": 1})
     assert made.gathered_bytes(1.0).tolist() == [100, 110, 111]
-    assert made.scattering_bytes(1.0, 2, 3).tolist() == [1.5 * (100 + 10), 1.5 * (10 + 101), 1.5 * 101]
+    assert made.scattering_bytes(1.0, 0.5, 3).tolist() == [1.5 * (100 + 10), 1.5 * (10 + 101), 1.5 * 101]
 
 
 def test_weights_of_look_ups_are_whole_until_backward_is_over() -> None:

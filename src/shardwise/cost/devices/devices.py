@@ -199,6 +199,10 @@ class Devices(ABC):
         """Fraction of a stage's transfers that its rank waits for, beyond what the schedule shows."""
         return 0.0
 
+    def receives_beside(self, layout: Layout) -> bool:
+        """Return whether a rank's shard of a reduce-scatter arrives in a buffer of its own, not in place."""
+        return False
+
     def fuses_products(self, layout: Layout) -> bool:
         """Return whether column-cut linear layers run fused with their collectives (`world/fused_products`)."""
         return False

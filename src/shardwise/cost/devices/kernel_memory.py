@@ -93,6 +93,8 @@ class ProcessorMemory(KernelMemory):
     def __init__(self, graph: Graph, grads: frozenset[str], held: frozenset[str]) -> None:
         super().__init__(graph, grads, held)
         self._layouts = GraphStrides(graph)
+        # Weights that are held in 16 bits; their gradients are summed in 32.
+        self._narrowed = frozenset(v.value for v in graph.parameters if v.tensor.dtype != graph.tensors[v.value].dtype)
         self.materialized = self._layouts.copied_values
 
     def work(self, op: Operator, tensors: Tensors, done: OperatorWork) -> OperatorWork:
@@ -106,9 +108,7 @@ class ProcessorMemory(KernelMemory):
             added = out.size_bytes
         elif record.recurrence is not None and not record.recurrence.is_cell:  # 7 outputs in all, except for an LSTM
             counted_bytes = RECURRENT_SAVED_FACTOR * out.size_bytes * num_layers(op, tensors)
-            added = (
-                lstm_bytes(op, tensors) if is_lstm(op) else 7.0 / RECURRENT_SAVED_FACTOR * counted_bytes
-            ) - counted_bytes
+            added = (lstm_bytes(op, tensors) if is_lstm(op) else 7.0 / RECURRENT_SAVED_FACTOR * counted_bytes) - counted_bytes
         return replace(done, extra_bytes=done.extra_bytes + added) if added else done
 
     def _saved_by_math_attention(self, op: Operator, tensors: Tensors) -> tuple[tuple[str, ...], float]:
@@ -147,6 +147,7 @@ class ProcessorMemory(KernelMemory):
             layout_bytes, column_bytes = layout_copy_bytes(op, tensors, self.grads, channels_last), columns_bytes(op, tensors)
             weights *= 2  # computed in a blocked layout first
         weights = max(weights, sum(tensors[v].size_bytes + self.graph.tensors[v].size_bytes for v in read if v in trainable))
+        weights = max(weights, sum(tensors[v].size_bytes + 4.0 * tensors[v].size for v in self._narrowed.intersection(trainable)))
         if done.kind == "convolution" and channels_last:
             weights += workspace_bytes(op, tensors)
         if is_lstm(op):  # of one layer at a time; the rest of the formula has gates and states of all

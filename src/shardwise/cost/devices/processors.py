@@ -81,6 +81,9 @@ class Processors(Devices):
         """Return the overlap: none between ranks of one host, whose reductions take compute; gloo's threads overlap over a network."""
         return GLOO_OVERLAP * self._uses_gloo(layout)
 
+    def receives_beside(self, layout: Layout) -> bool:
+        return self._uses_gloo(layout)
+
     def overhead_s(self, layout: Layout, pipeline_s: float) -> float:
         return STEP_S
 

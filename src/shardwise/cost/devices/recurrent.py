@@ -48,13 +48,16 @@ def is_lstm(op: Operator) -> bool:
     return recurrence is not None and not recurrence.is_cell and recurrence.num_states == 2
 
 
-def num_layer_calls(op: Operator) -> int:
-    """Return the number of layers and directions that an operator runs one after another; 1 for all but recurrent layers."""
+def missing_gradient_fraction(op: Operator) -> float:
+    """Return the fraction of its weights' gradients that an operator's fullest moment of backward has not, or has in its workspace.
+
+    All, but of recurrent layers: one layer and direction runs after another, and the fullest moment is the backward of the last one.
+    """
     recurrence = record_of(op).recurrence
     if recurrence is None or recurrence.is_cell or len(op.args) < len(("input", "states", "weights", "biases", "layers")):
-        return 1
+        return 1.0
     layers = op.args[4]
-    return layers * (1 + (op.args[-2] is True)) if type(layers) is int else 1
+    return 1 - 1 / (layers * (1 + (op.args[-2] is True))) if type(layers) is int else 1.0
 
 
 def lstm_bytes(op: Operator, tensors: Mapping[str, Tensor]) -> float:

@@ -3,7 +3,7 @@
 In: operators with their workspace and saved bytes, and the parameters that each reads. Out: the peak. A run is a sequence of operators of
 one numbered block, or between two blocks: `run.residency.layers` splits stages so, and `run.state.parameters` keeps buckets of
 reduce-scattered gradients within one. Backward goes from the last operator to the first. At each operator, tensors saved by later ones are
-freed; the run's bucket fills while the previous bucket is reduce-scattered and this rank's shard of it arrives (`run.reduce.scattered`);
+freed; the run's bucket fills while the previous bucket is reduce-scattered (`run.gradients.gradient_reducer`), in place or into a buffer;
 in stage 3 the run's weights are gathered and those of the next run are prefetched; a run that passes no gradient on (look-ups) retains its
 weights until backward ends (`run.residency.gathered`).
 """
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.cost.devices.recurrent import num_layer_calls
+from shardwise.cost.devices.recurrent import missing_gradient_fraction
 from shardwise.model.graph import Operator
 from shardwise.plan.plan import BUCKET_BYTES
 
@@ -94,7 +94,8 @@ class BlockRuns:
     scattering_elements: NDArray[np.float64]
     scattering_before: NDArray[np.float64]  # of `scattering_elements`, those left by later runs
     retained_elements: NDArray[np.float64]
-    missing_gradients: NDArray[np.float64]  # by operator: trainable parameters read only by earlier operators, without a gradient yet
+    missing_gradients: NDArray[np.float64]  # by operator: trainable parameters that no later operator reads, without a gradient yet
+    largest_parameter: float = 0.0  # elements
 
     @classmethod
     def of(
@@ -117,8 +118,7 @@ class BlockRuns:
         for value, last in {v: i for i, op in enumerate(operators) for v in op.inputs if v in trained}.items():
             last_reads[last] += trained[value] / (expert_divisor if value in experts else 1)
         missing = np.cumsum(np.concatenate(([0.0], last_reads)))[:-1]
-        # The layers of a recurrent operator run one after another; its fullest moment is the backward of the last one.
-        missing += last_reads * [1 - 1 / num_layer_calls(op) for op in operators]
+        missing += last_reads * [missing_gradient_fraction(op) for op in operators]
         shared_sizes: dict[tuple[int, ...], list[float]] = {}  # sizes of parameters read by the same runs: buckets mix no others
         for value, reading_runs in readers.items():
             shared_sizes.setdefault(tuple(reading_runs), []).append(trained[value] / (expert_divisor if value in experts else 1))
@@ -136,7 +136,11 @@ class BlockRuns:
         staying = saved_by_later(
             np.array(parameters) * [_stops_gradient(operators[a:b], differentiable, trained) for a, b in zip(starts, stops, strict=True)]
         )
-        return cls(tuple(starts), np.array(parameters), np.array(filled), np.array(scattered[::-1]), np.array(prev[::-1]), staying, missing)
+        largest = max((size for sizes in shared_sizes.values() for size in sizes), default=0.0)
+        scattering, scattering_before = np.array(scattered[::-1]), np.array(prev[::-1])
+        return cls(
+            tuple(starts), np.array(parameters), np.array(filled), scattering, scattering_before, staying, missing, largest,
+        )  # fmt: skip
 
     def max_by_run(self, by_operator: NDArray[np.float64]) -> NDArray[np.float64]:
         """[run] -> the maximum over its operators."""
@@ -147,12 +151,12 @@ class BlockRuns:
         """[operator] -> the value of its run."""
         return np.repeat(by_run, np.diff([*self.starts, num_operators]))
 
-    def scattering_bytes(self, gradient: float, data: int, num_operators: int) -> NDArray[np.float64]:
-        """[operator] -> bytes of full gradients of `gradient` bytes per element and of arriving shards, from ZeRO stage 2 on. The first
-        operator of a run is the last in backward, and completes its bucket."""
-        amounts = self.expand_to_operators(self.bucket_elements + (1 + 1 / data) * self.scattering_elements, num_operators)
+    def scattering_bytes(self, gradient: float, arriving: float, num_operators: int) -> NDArray[np.float64]:
+        """[operator] -> bytes of full gradients of `gradient` bytes per element, from ZeRO stage 2 on, and of what arrives beside a bucket
+        that is scattered, the fraction `arriving` of it. The first operator of a run is the last in backward, and completes its bucket."""
+        amounts = self.expand_to_operators(self.bucket_elements + (1 + arriving) * self.scattering_elements, num_operators)
         first_operators = list(self.starts)
-        amounts[first_operators] = np.maximum(amounts[first_operators], (1 + 1 / data) * (self.bucket_elements + self.scattering_before))
+        amounts[first_operators] = np.maximum(amounts[first_operators], (1 + arriving) * (self.bucket_elements + self.scattering_before))
         return gradient * amounts
 
     def gathered_bytes(self, weight: float) -> NDArray[np.float64]:

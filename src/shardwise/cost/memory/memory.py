@@ -185,7 +185,8 @@ class StageState:
     for backward, `score_bytes` of them attention scores. `transient` is the transient memory at the peak of backward, less saved tensors
     freed by then. With recomputed or offloaded layers `rematerialized` is what was recomputed or loaded, less what is freed, at that peak,
     and `transient` the rest. `offloaded_bytes` of a microbatch are offloaded. `has_late_gradients`: gradients exist from a step's first
-    backward on only. `bucket_bytes`: size of a bucket of gradients. `buffer_bytes`: the model's own buffers and constants.
+    backward on only. `bucket_bytes`: size of a bucket of gradients. `buffer_bytes`: the model's own buffers.
+    `num_largest`: elements of the largest trainable parameter.
     """
 
     num_parameters: float
@@ -202,6 +203,7 @@ class StageState:
     has_late_gradients: bool = False
     bucket_bytes: float = BUCKET_BYTES
     buffer_bytes: float = 0.0
+    num_largest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,8 @@ class StageMemory:
     flight, `rematerialized_bytes` and `transient_bytes` of the one in backward (`StageState`), `entering_bytes` received for each forward,
     `leaving_bytes` received for each backward and `deferred_bytes` of each microbatch whose weight gradients are deferred. `first_bytes`:
     as `rematerialized_bytes` and `transient_bytes` together, less `late_gradient_bytes` not yet computed, which exist from a step's first
-    backward on; in `alone.gradients` they are counted only if they exist at its peak. `buffer_bytes`: the model's own."""
+    backward on; in `alone.gradients` they are counted only if they exist at its peak. `largest_gradient_bytes`: of one parameter.
+    `buffer_bytes`: the model's own."""
 
     alone: MemoryBreakdown
     saved_bytes: float = 0.0
@@ -221,6 +224,7 @@ class StageMemory:
     deferred_bytes: float = 0.0
     first_bytes: float = 0.0
     late_gradient_bytes: float = 0.0
+    largest_gradient_bytes: float = 0.0
     buffer_bytes: float = 0.0
 
 
@@ -283,8 +287,9 @@ def memory_of(
     beside = state.transient.at_stage(zero_stage, layout.scatters_last)
     late, first = (gradients, state.transient.first + state.rematerialized.first) if state.has_late_gradients else (0.0, there + beside)
     terms = StageMemory(
-        MemoryBreakdown(), activations, there, beside, deferred_bytes=deferred_bytes, first_bytes=first, late_gradient_bytes=late
-    )
+        MemoryBreakdown(), activations, there, beside, deferred_bytes=deferred_bytes, first_bytes=first, late_gradient_bytes=late,
+        largest_gradient_bytes=widths.gradient * state.num_largest,
+    )  # fmt: skip
     if late and num_rank_stages == 1:
         moments = bytes_by_moment([terms], schedule.live_microbatches(rank))
         activation, beside, gradients = (float(part[moments.peak]) for part in (moments.saved, moments.transient, moments.gradients))
@@ -332,8 +337,10 @@ def bytes_by_moment(stages: Sequence[StageMemory], moments: LiveMicrobatches) ->
         return BytesByMoment(saved, transient, np.zeros_like(saved))
     transient += (moments.weight_gradients == FIRST_GRADIENTS) @ (first - beside)
     gradients, total = (moments.weight_gradients > NO_GRADIENTS) @ late, float(late.sum())
-    ends = ((saved, 0.0), (transient, unshared_bucket_bytes(total)), (gradients, total))
-    return BytesByMoment(*(np.append(part, end) for part, end in ends))
+    copied = max(unshared_bucket_bytes(total), *(m.largest_gradient_bytes for m in stages))  # a bucket has whole parameters
+    ends = ((saved, 0.0), (transient, copied), (gradients, total))
+    saved, transient, gradients = (np.append(part, end) for part, end in ends)
+    return BytesByMoment(saved, transient, gradients)
 
 
 def working_bytes(op: Operator, tensors: Mapping[str, Tensor], grads: Set[str], persistent_values: Set[str], extra_bytes: float) -> float:

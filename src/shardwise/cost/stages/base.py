@@ -133,6 +133,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         leaving_bytes=leaving,
         has_late_gradients=_has_late_gradients(pricer, layout),
         buffer_bytes=parameters.buffer_bytes * wide,
+        num_largest=runs.largest_parameter,
     )
 
     @cache
@@ -288,9 +289,8 @@ def _backward_bytes(
     gathered = runs.expand_to_operators(runs.gathered_bytes(widths.weight), len(workspace))
 
     def costs_with(bucket: float) -> tuple[Array, Array, Array, Array]:
-        scattered = section.runs(divisor, bucket).scattering_bytes(
-            widths.gradient, layout.weight_ranks // layout.zero_groups, len(workspace)
-        )
+        arriving = devices.receives_beside(layout) / (layout.weight_ranks // layout.zero_groups)
+        scattered = section.runs(divisor, bucket).scattering_bytes(widths.gradient, arriving, len(workspace))
         return np.zeros_like(workspace), scattered, scattered + gathered, missing
 
     return width_factor * workspace, runs, costs_with
