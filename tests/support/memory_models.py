@@ -459,3 +459,37 @@ def frames() -> Any:
 def waves() -> Any:
     layers = [nn.Conv1d(1, 64, 10, 5, padding=5), nn.Conv1d(64, 64, 3, 2, padding=1), nn.Conv1d(64, 64, 3, 2, padding=1)]
     return _Convolved(*layers), {"x": _normal(N, 1, 4000), "y": _normal(N)}
+
+
+class _Tuned(nn.Module):
+    """Fine tuning: an embedding and half of the layers are frozen, and a large table of positions is a buffer."""
+
+    table: Tensor
+
+    def __init__(self, width: int = 64, words: int = 512, places: int = 2048) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width).requires_grad_(False)
+        self.register_buffer("table", torch.zeros(places, width))
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(4))
+        self.layers[:2].requires_grad_(False)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.embed(x) + self.table[: x.shape[1]]
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def tuned() -> Any:
+    return _Tuned(), {"x": _ids(512, N, 64), "y": _ids(512, N, 64)}
+
+
+def normed() -> Any:
+    layers = [nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in ((3, 16), (16, 16), (16, 32), (32, 32))]
+    return _Convolved(*layers), {"x": _normal(N, 3, 32, 32), "y": _normal(N)}
+
+
+def broad() -> Any:
+    """Weights of which one is larger than all activations."""
+    return _Narrowing(256, 1024, 1024, 256, 16), {"x": _normal(N, 4, 256), "y": _normal(N)}

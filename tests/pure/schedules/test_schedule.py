@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cost.devices.devices import Widths
-from shardwise.cost.memory.memory import MARGIN, StageMemory, StageState, memory_of
+from shardwise.cost.memory.memory import MARGIN, StageMemory, StageState, bytes_by_moment, memory_of
 from shardwise.cost.stages.stage import combine_stage_memory
 from shardwise.plan.ir.program import Compute, ComputeOp, chain_links
 from shardwise.plan.ir.schedule_sizes import CHUNKED
@@ -113,6 +113,22 @@ def test_a_file_that_moves_what_it_keeps_to_the_host_keeps_no_more() -> None:
     texts = ("0F0 0F1 0B0 0B1", "0F0 0OFFLOAD0 0F1 0B1 0LOAD0 0B0")
     layouts = [Layout(microbatches=2).with_schedule("mine.txt", text) for text in texts]
     assert [schedule_of(layout).live_microbatches(0).in_flight.max() for layout in layouts] == [2, 1]
+
+
+def test_gradients_exist_from_a_stages_first_backward_on() -> None:
+    """Saved bytes and gradients of two stages, at the fullest moment: GPipe's first backward, where half of a gradient's bytes are missing;
+    1F1B's second one, which finds as many microbatches in flight; ZB-H1's, whose first input gradients find no gradients of weights."""
+
+    def peak(name: str, microbatches: int = 4) -> tuple[float, float]:
+        memory = StageMemory(MemoryBreakdown(), 10.0, transient_bytes=1.0, first_bytes=-2.0, late_gradient_bytes=4.0)
+        moments = bytes_by_moment([memory], schedule_of(Layout(pipeline=2, microbatches=microbatches, schedule=name)).live_microbatches(0))
+        return float(moments.total[moments.peak]), float(moments.gradients[moments.peak])
+
+    assert peak("gpipe") == (4 * 10 - 2 + 4, 4)
+    assert peak("1f1b") == (2 * 10 + 1 + 4, 4)
+    assert peak("gpipe", 1) == (10 - 2 + 4, 4)
+    moments = schedule_of(Layout(pipeline=2, microbatches=4, schedule="zb-h1")).live_microbatches(0)
+    assert {tuple(row) for row in np.concatenate((moments.in_flight, moments.weight_gradients), 1).tolist()} >= {(2, 0), (2, 2)}
 
 
 @pytest.mark.parametrize(("name", "kept"), [("gems-mast", 5.0), ("chimera", 7.0)])

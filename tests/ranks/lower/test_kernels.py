@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.lower.kernels.randomness import DrawSite, DrawState, dropout
 from shardwise.lower.kernels.sample_positions import DrawnShard
-from shardwise.lower.kernels.statistics import sharded_batch_norm
+from shardwise.lower.kernels.statistics import group_norm, sharded_batch_norm
 from shardwise.lower.kernels.vocabulary import cross_entropy, embedding
 from shardwise.lower.redistribute import redistribute
 from shardwise.plan.ir.placement import P, R
@@ -121,6 +121,33 @@ def normalised(world: World) -> list[bool]:
 def test_batch_norm_over_a_cut_batch_has_the_serial_statistics(ranks: Callable[..., list[Any]]) -> None:
     """The mean is a thousand deviations from zero, where E[x^2] - E[x]^2 would lose its digits."""
     assert ranks(normalised, 3) == [[True] * 12] * 3
+
+
+def grouped(world: World) -> list[bool]:
+    results = []
+    for groups, has_weights in ((2, True), (6, True), (3, False)):
+        x, seed = (real(7, 2, 6, 4, 5) + 100).requires_grad_(), real(8, 2, 6, 4, 5)
+        weight, bias = real(9, 6).requires_grad_(), real(10, 6).requires_grad_()
+        F.group_norm(x, groups, *((weight, bias) if has_weights else ())).backward(seed)
+        mine = piece_of(x.detach(), 2, world).requires_grad_()
+        own_weight, own_bias = (t.detach().clone().requires_grad_() for t in (weight, bias))
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.untyped_storage().data_ptr()), t)[1], lambda t: t):
+            weights = (own_weight, own_bias) if has_weights else (None, None)
+            got = group_norm(mine, *weights, groups, 1e-5, ((world.world_group, (1 / world.num_ranks,) * world.num_ranks),))
+        got.backward(piece_of(seed, 2, world))
+        assert x.grad is not None
+        assert mine.grad is not None
+        results += [torch.allclose(mine.grad, piece_of(x.grad, 2, world), atol=1e-9), got.untyped_storage().data_ptr() not in saved]
+        for own, whole in ((own_weight, weight), (own_bias, bias)) if has_weights else ():
+            assert own.grad is not None
+            world.world_group.all_reduce(own.grad)
+            results.append(torch.allclose(own.grad, whole.grad))  # type: ignore[arg-type]
+    return results
+
+
+def test_group_norm_over_cut_positions_has_torchs_gradients_and_saves_no_more(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(grouped, 2) == [[True] * 10] * 2
 
 
 def dropped(world: World) -> dict[str, list[float]]:

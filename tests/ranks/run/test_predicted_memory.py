@@ -93,6 +93,14 @@ OTHERS = [
     ("narrowing", "pipeline=2 microbatches=4 schedule=interleaved chunks=2"),
     ("narrowing", "pipeline=2 microbatches=4 schedule=zb-v"),
     ("narrowing", "pipeline=2 microbatches=2 schedule=gems-mast"),
+    ("tuned", "data=1"),  # frozen weights are whole on every rank, and 32 bits wide
+    ("tuned", "data=2 zero=3 precision=bfloat16-mixed"),
+    ("normed", "spatial=2"),
+    ("normed", "tensor=2"),  # slices of channels are copies
+    ("broad", "data=1"),  # a gradient and its place in a bucket
+    ("broad", "data=2 zero=2"),
+    ("broad", "data=2 zero=2 precision=bfloat16-mixed"),
+    ("broad", "data=1 gradients=bfloat16 precision=bfloat16-mixed"),  # an update reads wide gradients
     ("narrowing", "pipeline=2 microbatches=4 schedule=gems-master zero=1"),  # both ranks have both stages, and half of their state
 ]
 
@@ -102,7 +110,8 @@ def test_predicted_memory_is_within_a_tenth_of_the_measured(name: str, layout: s
     model = resolve(name)
     batch = model.batch(model.default_batch if name.startswith(str(MODELS)) else 8 if name == GPT else 16)
     planned = shardwise.plan(model.make, batch, loss=model.loss, cluster="1xcpu-2", layout=layout)
-    found = shardwise.verify(model.make, layout, batch, loss=model.loss, dtype="bfloat16" if NARROW in layout else "float32", steps=1)
+    dtype = str(planned.layout.precision)
+    found = shardwise.verify(model.make, layout, batch, loss=model.loss, dtype=dtype, steps=1)
     assert found.memory is not None
     assert planned.prediction is not None
     predicted = planned.prediction.memory

@@ -142,3 +142,29 @@ def test_what_operators_keep_of_values_is_what_autograd_keeps(graph: Graph) -> N
         if roots != told and not any(name in op.target for name in ("einsum", "lstm")) and any(v in inventory.grads for v in op.outputs):
             wrong.append(f"{op.target}: {told}, and are {roots}")
     assert wrong == []
+
+
+class _OnFloats(nn.Module):
+    """A norm of the batch itself, whose input is float32, and one of what a product makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.up(self.first(x))).float().sum()
+
+
+def test_norms_of_float32_keep_float32_weights_where_others_are_held_in_16_bits() -> None:
+    """torch's kernels take weights no narrower than their input: the twin, all of whose weights are narrow, raises."""
+    graph = ModelSource.from_model(_OnFloats).capture((torch.zeros(2, 8),), None, 2).graph
+    narrow = module.narrow_parameters(graph)
+    assert narrow == {"up.weight", "up.bias", "second.weight", "second.bias"}
+    model = _OnFloats()
+    for name, p in model.named_parameters():
+        p.data = p.data.bfloat16() if name in narrow else p.data
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(2, 8)).isfinite()
+        model.first.bfloat16()
+        with pytest.raises(RuntimeError, match="mixed dtype"):
+            model(torch.ones(2, 8))

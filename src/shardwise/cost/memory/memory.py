@@ -337,7 +337,8 @@ def bytes_by_moment(stages: Sequence[StageMemory], moments: LiveMicrobatches) ->
         return BytesByMoment(saved, transient, np.zeros_like(saved))
     transient += (moments.weight_gradients == FIRST_GRADIENTS) @ (first - beside)
     gradients, total = (moments.weight_gradients > NO_GRADIENTS) @ late, float(late.sum())
-    copied = max(unshared_bucket_bytes(total), *(m.largest_gradient_bytes for m in stages))  # a bucket has whole parameters
+    largest = max(m.largest_gradient_bytes for m in stages)
+    copied = min(total, max(unshared_bucket_bytes(total), largest))  # a bucket has whole parameters
     ends = ((saved, 0.0), (transient, copied), (gradients, total))
     saved, transient, gradients = (np.append(part, end) for part, end in ends)
     return BytesByMoment(saved, transient, gradients)
