@@ -122,7 +122,7 @@ def test_gradients_exist_from_a_stages_first_backward_on() -> None:
     def peak(name: str, microbatches: int = 4) -> tuple[float, float]:
         memory = StageMemory(MemoryBreakdown(), 10.0, transient_bytes=1.0, first_bytes=-2.0, late_gradient_bytes=4.0)
         moments = bytes_by_moment([memory], schedule_of(Layout(pipeline=2, microbatches=microbatches, schedule=name)).live_microbatches(0))
-        return float(moments.total[moments.peak]), float(moments.gradients[moments.peak])
+        return float(moments.total.max()), float(moments.gradients[moments.total.argmax()])
 
     assert peak("gpipe") == (4 * 10 - 2 + 4, 4)
     assert peak("1f1b") == (2 * 10 + 1 + 4, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,6 +124,11 @@ def test_batch_norm_over_a_cut_batch_has_the_serial_statistics(ranks: Callable[.
     assert ranks(normalised, 3) == [[True] * 12] * 3
 
 
+def _note_storage(seen: list[int], x: Tensor) -> Tensor:
+    seen.append(x.untyped_storage().data_ptr())
+    return x
+
+
 def grouped(world: World) -> list[bool]:
     results = []
     for groups, has_weights in ((2, True), (6, True), (3, False)):
@@ -132,7 +138,7 @@ def grouped(world: World) -> list[bool]:
         mine = piece_of(x.detach(), 2, world).requires_grad_()
         own_weight, own_bias = (t.detach().clone().requires_grad_() for t in (weight, bias))
         saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.untyped_storage().data_ptr()), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_note_storage, saved), lambda t: t):
             weights = (own_weight, own_bias) if has_weights else (None, None)
             got = group_norm(mine, *weights, groups, 1e-5, ((world.world_group, (1 / world.num_ranks,) * world.num_ranks),))
         got.backward(piece_of(seed, 2, world))

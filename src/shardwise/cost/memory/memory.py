@@ -282,8 +282,7 @@ def memory_of(
     if layout.servers:  # a bucket arriving from every other rank
         gradients += min(state.bucket_bytes, widths.gradient * state.num_trainable) * (layout.data - 1) / layout.servers
         optimizer /= layout.servers
-    if layout.offloads_optimizer:
-        optimizer = 0.0
+    optimizer *= not layout.offloads_optimizer
     beside = state.transient.at_stage(zero_stage, layout.scatters_last)
     late, first = (gradients, state.transient.first + state.rematerialized.first) if state.has_late_gradients else (0.0, there + beside)
     terms = StageMemory(
@@ -291,9 +290,7 @@ def memory_of(
         largest_gradient_bytes=widths.gradient * state.num_largest,
     )  # fmt: skip
     if late and num_rank_stages == 1:
-        moments = bytes_by_moment([terms], schedule.live_microbatches(rank))
-        activation, beside, gradients = (float(part[moments.peak]) for part in (moments.saved, moments.transient, moments.gradients))
-        gradients, beside = gradients + min(0.0, beside), max(0.0, beside)
+        activation, beside, gradients = bytes_by_moment([terms], schedule.live_microbatches(rank)).at_peak
     if widths.copies > widths.gradient and not layout.offloads_optimizer:  # updates read gradients as wide as main weights
         beside = max(beside, widths.copies * (trained / holders if zero else state.num_trainable) - activation)
     beside += PACKING.get(compression.kind, 0.0) * min(state.bucket_bytes, widths.gradient * state.num_trainable)
@@ -318,9 +315,11 @@ class BytesByMoment:
         return self.saved + self.transient + self.gradients
 
     @property
-    def peak(self) -> int:
-        """The fullest moment."""
-        return int(self.total.argmax())
+    def at_peak(self) -> tuple[float, float, float]:
+        """The three at the fullest moment. Transient bytes below zero are of gradients that are not computed yet."""
+        peak = int(self.total.argmax())
+        saved, transient, gradients = (float(part[peak]) for part in (self.saved, self.transient, self.gradients))
+        return saved, max(0.0, transient), gradients + min(0.0, transient)
 
 
 def bytes_by_moment(stages: Sequence[StageMemory], moments: LiveMicrobatches) -> BytesByMoment:

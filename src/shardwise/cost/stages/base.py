@@ -116,10 +116,6 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
     works, runs, costs_with = _backward_bytes(pricer, layout, section)
     each_keeps = wide * section.activations.at(scale, layout.data)
     activations, gone = float(each_keeps.sum()), saved_by_later(each_keeps)
-
-    def peaks_with(bucket: float) -> PeakByZeroStage:
-        return PeakByZeroStage(*(float((works - gone + x).max()) for x in costs_with(bucket)))
-
     state = StageState(
         parameters.num_parameters - elsewhere,
         parameters.num_trainable - elsewhere,
@@ -127,7 +123,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
         elsewhere,
         activations + scores,
         scores,
-        peaks_with(DEFAULT_BUCKET_ELEMENTS),
+        _peaks_by_zero_stage(works - gone, costs_with(DEFAULT_BUCKET_ELEMENTS)),
         offloaded_bytes=activations + scores,
         num_unreduced=parameters.num_unreduced if layout.weight_ranks > 1 else 0.0,
         leaving_bytes=leaving,
@@ -138,7 +134,7 @@ def stage_base_cost(pricer: Pricer, layout: Layout, stage: Stage, section: Stage
 
     @cache
     def state_with(bucket: float) -> StageState:
-        return replace(state, transient=peaks_with(bucket))
+        return replace(state, transient=_peaks_by_zero_stage(works - gone, costs_with(bucket)))
 
     @cache
     def layered_state(residency: Residency, bucket: float) -> StageState:
@@ -254,6 +250,11 @@ def copy_for_stage(
         return tuple(replace(layer, name=name) for layer, name in zip(base.layer_costs(), names(), strict=True))
 
     return replace(base, recomputed=block, by_layer=by_layer, layer_costs=loads)
+
+
+def _peaks_by_zero_stage(bytes_by_operator: Array, costs: Sequence[Array]) -> PeakByZeroStage:
+    full, scattered, gathered, first = (float((bytes_by_operator + x).max()) for x in costs)
+    return PeakByZeroStage(full, scattered, gathered, first)
 
 
 def _has_late_gradients(pricer: Pricer, layout: Layout) -> bool:

@@ -48,9 +48,8 @@ def combine_stage_memory(stages: Sequence[StageMemory], schedule: Schedule, rank
     if len(stages) == 1:
         return stages[0].alone
     total = MemoryBreakdown(*(sum(getattr(stage.alone, name) for stage in stages) for name in MemoryBreakdown.__dataclass_fields__))
-    moments = bytes_by_moment(stages, schedule.live_microbatches(rank))
-    activations, beside, late = (float(part[moments.peak]) for part in (moments.saved, moments.transient, moments.gradients))
-    gradients = total.gradients + late - sum(stage.late_gradient_bytes for stage in stages) + min(0.0, beside)
-    buffers = max(0.0, beside) + sum(stage.buffer_bytes for stage in stages)
+    activations, beside, late = bytes_by_moment(stages, schedule.live_microbatches(rank)).at_peak
+    gradients = total.gradients + late - sum(stage.late_gradient_bytes for stage in stages)
+    buffers = beside + sum(stage.buffer_bytes for stage in stages)
     excess = total.gradients + total.activations + total.buffers - gradients - activations - buffers
     return replace(total, gradients=gradients, activations=activations, buffers=buffers, margin=total.margin - MARGIN * excess)
