@@ -262,7 +262,7 @@ def _has_late_gradients(pricer: Pricer, layout: Layout) -> bool:
 
     Reduced gradients of norms and the like on tensor ranks are too few to count.
     """
-    alone = layout.num_ranks == layout.pipeline * layout.tensor
+    alone = layout.num_ranks == layout.pipeline * layout.tensor and not schedule_of(layout).has_replicas
     return not pricer.devices.has_persistent_gradients and alone and not layout.staleness
 
 
