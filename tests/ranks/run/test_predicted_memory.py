@@ -95,7 +95,6 @@ OTHERS = [
     ("narrowing", "pipeline=2 microbatches=2 schedule=gems-mast"),
     ("tuned", "data=1"),  # frozen weights are whole on every rank, and 32 bits wide
     ("tuned", "data=2 zero=3 precision=bfloat16-mixed"),
-    ("normed", "spatial=2"),
     ("normed", "tensor=2"),  # slices of channels are copies
     ("broad", "data=1"),  # a gradient and its place in a bucket
     ("broad", "data=2 zero=2"),
