@@ -169,7 +169,7 @@ class Options:
     """Options of a verification.
 
     `tolerance`: None for that of the precision. `sabotage`: factors by which the run multiplies the gradients of named parameters, to show
-    that the comparison finds it. `device_memory`: see `Engine`.
+    that the comparison finds it. `device_memory`: see `Engine`. `repeats_step`: one more step, not compared, shows training's memory.
     """
 
     steps: int = 2
@@ -178,6 +178,7 @@ class Options:
     optimizer: OptimizerSpec | str | Mapping[str, Any] = "adamw"
     sabotage: Mapping[str, float] | None = None
     device_memory: float = 0.0
+    repeats_step: bool = False
 
 
 def find_coupling(engine: Engine) -> str:
@@ -341,7 +342,7 @@ class _VerificationRun:
 
     def measure_memory(self) -> dict[str, float]:
         """Return the peak bytes of training by part: of one more step where inputs have gradients, which only the comparison keeps."""
-        if any(v.tensor.is_float for v in self.engine.rank_model.graph.inputs):
+        if self.options.repeats_step and any(v.tensor.is_float for v in self.engine.rank_model.graph.inputs):
             self.engine.memory.reset_peak()
             self.engine.step(self.batch)
         return self.engine.peak_memory_over_ranks()
@@ -377,8 +378,7 @@ def verify_on_rank(
     run = _VerificationRun(world, plan, make, batch, loss, source, options or Options())
     wrong = find_wrong_product(run.engine.rank_model, world) if eight_bits else ""
     # Enough steps to compute on weights with a stale update.
-    num_steps = max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0)
-    is_finite = all(run.step(step) for step in range(num_steps))
+    is_finite = all(map(run.step, range(max(run.options.steps, plan.layout.staleness + 2 if plan.layout.staleness else 0))))
     result = run.verification(source, run.measure_memory() if is_finite else run.engine.peak_memory_over_ranks())
     if result is None or not result.ok or (not wrong and (exact is None or exact.ok)):
         return result
@@ -407,7 +407,7 @@ def verify_plan(
     if cut_everything:
         plan, source = replace(plan, shards=()), replace(source, prices=FREE_LINKS)
     source.capture_all(plan, batch, loss)
-    chosen = Options(**options)
+    chosen = Options(repeats_step=True, **options)
 
     def on_rank(world: World) -> dict[str, Any] | None:
         verification = verify_on_rank(world, plan, make, batch, loss, source, chosen)
