@@ -37,7 +37,7 @@ from shardwise.ops.attention import attention_mask_of, has_score_dropout, is_cau
 from shardwise.ops.experts import EXPERT
 from shardwise.ops.recurrent import HIDDEN_UNITS
 from shardwise.ops.vocabulary import CostKind, LoweringKind, Reduction, ViewKind
-from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_shard
+from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_disjoint_shard, is_shard
 from shardwise.world.attention_backend import scaled_dot_product_attention
 
 LoweringFunction = Callable[[OperatorCall], fx.Node | None]
@@ -86,7 +86,7 @@ def _lower_user_function(call: OperatorCall, captured: Function) -> fx.Node:
     """Lower a user's autograd function, after checking it on shards as large as this rank's."""
     low, op, cut = call.lowering, call.op, call.cut_labels
     rows = low.sharding.input_placements[op.name]
-    shard_dims = {axis: {i: form.dim for i, row in enumerate(rows) if is_shard(form := row[axis])} for axis in cut}
+    shard_dims = {axis: {i: form.dim for i, row in enumerate(rows) if is_disjoint_shard(form := row[axis])} for axis in cut}
     cuts = [(axis, low.sharding.sizes[axis], shard_dims[axis]) for axis in cut]
     specs = tuple(low.graph.tensors[v] for v in op.inputs)
     key = (captured, specs, str(cuts))

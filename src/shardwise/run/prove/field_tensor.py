@@ -3,8 +3,8 @@
 A number has two components: itself modulo P, and an exponent modulo Q, from which its exponential follows. Programs of sums, products and
 quotients that are equal as rational functions give equal numbers in any order of summation; programs that are not differ at a random point
 but with probability degree / P (Schwartz 1980, Zippel 1979). A function that is not rational is a random function: equal numbers in, equal
-numbers out. Comparisons take the order of the representatives, -P/2 to P/2. `FieldMode` makes floating-point buffers that are allocated
-within it FieldTensors; all other floating-point tensors stay real, and are constants where they meet a FieldTensor.
+numbers out. Comparisons take an order of the numbers in which small constants have their own (`order_of`). `FieldMode` makes floating-point
+buffers that are allocated within it FieldTensors; all other floating-point tensors stay real, and are constants where they meet one.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ def add_divisor(y: FieldTensor) -> Degree:
 
 def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator, and give its results the largest degree of its arguments where its rule gives none."""
+    if (reals := _real_arguments(func, args)) is not None:
+        return func(*reals, **kwargs)
     try:
         result = _run_rule(RULES, func, args, kwargs)
     except ComplexOperand:
@@ -201,6 +203,23 @@ def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for x in unknown:
             x.degree = [degree]
     return result
+
+
+def _real_arguments(func: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Return arguments of an operator with real numbers in place of constants of the field, so that a function of a draw is that of real
+    numbers, whatever the draw was written into; None where arguments are no constants, or exact ones, or the operator writes."""
+    tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)) if type(x) is FieldTensor]
+    if any(degree_of(x).total for x in tensors) or any(argument.alias_info is not None for argument in func._schema.arguments):
+        return None
+    reals = [field.reals_of(x.a) if x.hidden is None else None for x in tensors]
+    if any(real is None for real in reals) or not any(has_rounded for _, has_rounded in reals):
+        return None
+    found = iter([real for real, _ in reals])
+    return [
+        [next(found) if type(x) is FieldTensor else x for x in arg] if isinstance(arg, list | tuple)
+        else next(found) if type(arg) is FieldTensor else arg
+        for arg in args
+    ]  # fmt: skip
 
 
 def largest_degree(args: Sequence[Any]) -> Degree:
@@ -361,8 +380,8 @@ def lift_pairs(x: Tensor) -> FieldTensor:
 
 
 def signed_order(x: FieldTensor) -> Tensor:
-    """Return the representatives from -P/2 to P/2, in whose order numbers are compared; minus infinity is below all."""
-    numbers = torch.where(x.a > P // 2, x.a - P, x.a)
+    """Return whole numbers in whose order numbers are compared; minus infinity is below all."""
+    numbers = field.order_of(x.a)
     return numbers if x.hidden is None else torch.where(x.hidden, -P, numbers)
 
 

@@ -21,7 +21,6 @@ from shardwise.run.prove.field_tensor import (
     register_for,
     signed_order,
 )
-from shardwise.run.prove.finite_field import P
 from shardwise.run.prove.rules import apply_function
 
 
@@ -137,7 +136,7 @@ def _rectify_backward(func: Any, gradient: FieldTensor, x: FieldTensor, threshol
 @register_for(aten.leaky_relu)
 def _leak_negative(func: Any, x: FieldTensor, slope: float = 0.01) -> Any:
     """Return a random negative number where `x` is negative: its sign is that of `x`, as backward of one in place needs."""
-    negative = P - 1 - field.random_function(f"leaky_relu {slope}", x.a) % (P // 2)
+    negative = field.negative_number(field.random_function(f"leaky_relu {slope}", x.a))
     return FieldTensor(torch.where(signed_order(x) >= 0, x.a, negative), degree=[degree_of(x) | LINEAR])
 
 

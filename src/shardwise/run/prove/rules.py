@@ -85,6 +85,7 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FieldTensor):
         lift_constants(x)  # raises for a complex one, into which this is written
         raise NotProvable(f"{func} by computed indices has no exact form")
+    args = tuple(lift_constants(value) if isinstance(value, Tensor) and value.is_floating_point() else value for value in args)
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
