@@ -406,6 +406,12 @@ def autograd_in_dispatch() -> Iterator[None]:
         yield
 
 
+def change_view(func: Any, x: Tensor, *args: Any) -> None:
+    """Give a tensor of a subclass without memory the shape that an operator in place gives it (`transpose_`)."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        func(x, *args)
+
+
 def has_fused_attention(q: Tensor, masked: bool) -> bool:
     """Return whether torch has a fused attention kernel for such queries that also returns each row's log-sum-exp."""
     if q.device.type == "cpu":

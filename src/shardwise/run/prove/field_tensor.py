@@ -211,8 +211,10 @@ def _real_arguments(func: Any, args: Sequence[Any]) -> list[Any] | None:
     tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)) if type(x) is FieldTensor]
     if any(degree_of(x).total for x in tensors) or any(argument.alias_info is not None for argument in func._schema.arguments):
         return None
-    reals = [field.reals_of(x.a) if x.hidden is None else None for x in tensors]
-    if any(real is None for real in reals) or not any(has_rounded for _, has_rounded in reals):
+    reals = [field.reals_of(x.a) for x in tensors]
+    if not any(has_rounded for _, has_rounded in reals) or any(x.hidden is not None for x in tensors):
+        return None
+    if any(bool(real.isnan().any()) for real, _ in reals):
         return None
     found = iter([real for real, _ in reals])
     return [
@@ -251,24 +253,35 @@ def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs:
 
 def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = rules.get(func) or rules.get(func.overloadpacket)
+    out = kwargs.get("out")
+    if out is not None and rule is not None:
+        return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
     if rule is not None:
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
     if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
         value = getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            private.change_view(func, *args)
+            return _take_view(args[0], value)
         if value.shape != args[0].shape:
-            if value.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
-                return value  # a view of another shape: torch's own products go on with what squeeze_ returns
             raise NotProvable(f"{func} changes a tensor's shape in place")
         return write(args[0], value)
-    if (out := kwargs.get("out")) is not None and func.overloadpacket in rules:
-        return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
     if (composed := private.DECOMPOSITIONS.get(func)) is not None and (result := composed(*args, **kwargs)) is not NotImplemented:
         return result
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         raise NotProvable(f"{func} has no exact form in a finite field")
     return result
+
+
+def _take_view(x: Any, view: Any) -> Any:
+    """Make a tensor a view of its numbers, in place."""
+    if isinstance(x, ComplexFieldTensor):
+        _take_view(x.pair, view.pair)
+    else:
+        x.a, x.root_of, x.reciprocal_of = view.a, view.root_of, view.reciprocal_of
+    return x
 
 
 class FieldMode(private.UncompiledDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from math import prod
+from math import nan, prod
 
 import torch
 from torch import Tensor
@@ -282,13 +282,11 @@ def constant_of(x: float) -> int:
     return number
 
 
-def reals_of(a: Tensor) -> tuple[Tensor, bool] | None:
-    """Return the constants that numbers are, and whether any of them has no exact number; None if a number is of no constant."""
+def reals_of(a: Tensor) -> tuple[Tensor, bool]:
+    """Return the constants that numbers are, NaN for a number of none, and whether any of them has no exact number."""
     numbers, where = torch.unique(a, return_inverse=True)
-    reals = [_REALS.get(number) for number in numbers.tolist()]
-    if any(real is None for real in reals):
-        return None
-    return torch.tensor(reals, dtype=torch.float64)[where], any(abs(real) in _ROUNDED for real in reals if real is not None)
+    reals = [_REALS.get(number, nan) for number in numbers.tolist()]
+    return torch.tensor(reals, dtype=torch.float64)[where], not _ROUNDED.isdisjoint(map(abs, reals))
 
 
 def _number_of(x: float) -> int:

@@ -18,6 +18,7 @@ from shardwise.run.prove.field_tensor import (
     hidden_or_none,
     keep_exponents,
     lift_constants,
+    random_numbers,
     register_for,
     signed_order,
 )
@@ -108,13 +109,16 @@ def _apply_where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
 
 
 def _drop_infinite(x: Any, is_dropped: Tensor) -> Any:
-    """Return constants with zero in place of what is no number and is not taken anywhere."""
+    """Return constants with zero in place of what is no number and is not taken anywhere. NaN alone, which the logarithm of a determinant
+    is where that is negative, is a random number."""
     if isinstance(x, FieldTensor) or (isinstance(x, Tensor) and not x.is_floating_point()):
         return x
     values = torch.as_tensor(x, dtype=torch.float64)
     is_wrong = values.isnan() | (values == torch.inf)
-    if not bool(is_wrong.any()) or not bool((is_dropped | ~is_wrong).all()):
+    if not bool(is_wrong.any()):
         return x
+    if not bool((is_dropped | ~is_wrong).all()):
+        return random_numbers((), "not a number", 0) if not values.dim() and values.isnan() else x
     return torch.where(is_wrong, 0.0, values)
 
 
