@@ -261,7 +261,7 @@ def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwar
     name = func.overloadpacket.__name__
     if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
         value = getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags and value.data_ptr() == args[0].data_ptr() and value.numel() == args[0].numel():
             private.change_view(func, *args)
             return _take_view(args[0], value)
         if value.shape != args[0].shape:
