@@ -192,10 +192,11 @@ def _select_shared_heads(call: OperatorCall) -> None:
             continue
         heads, form, group = call.input_spec(0).shape[-3], rows[0][axis], call.lowering.groups[axis]
         assert isinstance(form, Shard)
-        first, count = form.local_range(heads, group.size, group.index)
+        spans = form.spans(heads, group.size, group.index)
         for i in (1, 2):
             if label in (rule.inputs[i] or ()) and not is_shard(rows[i][axis]):
-                call.args[i] = call.add_call(shared_heads, call.args[i], first, count, heads)
+                parts = [call.add_call(shared_heads, call.args[i], start, stop - start, heads) for start, stop in spans]
+                call.args[i] = parts[0] if len(parts) == 1 else call.add_call(torch.cat, parts, -3)
 
 
 def _lower_batch_norm(call: OperatorCall) -> fx.Node | None:

@@ -12,7 +12,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from shardwise.run.prove import prove as _  # noqa: F401 - registers the rules
-from shardwise.run.prove.field_tensor import FieldMode, FieldTensor, have_equal_numbers, lift_constants, random_numbers
+from shardwise.run.prove.field_tensor import FieldMode, FieldTensor, have_equal_numbers, lift_constants, random_numbers, zeros_of
 from tests.support.whole_numbers import check_on_whole_numbers
 
 INDICES, OFFSETS = torch.tensor([1, 2, 0, 3, 3, 1]), torch.tensor([0, 2, 2, 5])
@@ -34,6 +34,7 @@ CALLS: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "largest by index": ((3, 4), lambda x: x.scatter_reduce(0, INDEX, x * 3, "amax", include_self=False)),
     "smallest by index": ((3, 4), lambda x: x.scatter_reduce(1, INDEX, x * 3, "amin")),
     "rounded": ((3, 4), lambda x: x.floor() + x.ceil() + x.trunc() + x.round() + x.remainder(1.0) + x.long()),
+    "powers in place": ((3, 4), lambda x: (x * 1).pow_(3)),
     "transposed in place": ((3, 4), lambda x: (x * 1).transpose_(0, 1)),
 }
 
@@ -114,3 +115,11 @@ def test_steps_of_quantised_numbers_are_equal() -> None:
     x: Any = lift_constants(torch.tensor([1.0, -3.0, 100.0], dtype=torch.float64))
     with FieldMode():
         assert have_equal_numbers(torch.fake_quantize_per_tensor_affine(x, 0.5, 0, -4, 7), lift_constants(torch.tensor([1.0, -2.0, 3.5])))
+
+
+def test_results_are_written_where_out_says() -> None:
+    """As a parametrisation of weights writes its vectors (`spectral_norm`)."""
+    x, out = random_numbers((3,), "x", 0), zeros_of((3,))
+    with FieldMode():
+        assert torch.div(x, 2, out=out) is out
+        assert have_equal_numbers(out + out, x)

@@ -189,7 +189,7 @@ def add_divisor(y: FieldTensor) -> Degree:
 def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator, and give its results the largest degree of its arguments where its rule gives none."""
     if (reals := _real_arguments(func, args)) is not None:
-        return func(*reals, **kwargs)
+        return lift_results(func(*reals, **kwargs))
     try:
         result = _run_rule(RULES, func, args, kwargs)
     except ComplexOperand:
@@ -203,6 +203,13 @@ def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for x in unknown:
             x.degree = [degree]
     return result
+
+
+def lift_results(result: Any) -> Any:
+    """Return an operator's results, those of real numbers as constants."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(lift_results, result))
+    return lift_constants(result) if isinstance(result, Tensor) and result.is_floating_point() else result
 
 
 def _real_arguments(func: Any, args: Sequence[Any]) -> list[Any] | None:
@@ -260,7 +267,8 @@ def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwar
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
     if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
-        value = getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs)
+        overload = _OTHER_OVERLOADS.get(func, func.name().partition(".")[2] or "default")
+        value = getattr(plain, overload, plain)(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags and value.data_ptr() == args[0].data_ptr() and value.numel() == args[0].numel():
             private.change_view(func, *args)
             return _take_view(args[0], value)
@@ -306,6 +314,7 @@ class FieldMode(private.UncompiledDispatchMode):  # type: ignore[no-untyped-call
 
 
 aten = torch.ops.aten
+_OTHER_OVERLOADS = {aten.pow_.Scalar: "Tensor_Scalar", aten.pow_.Tensor: "Tensor_Tensor"}  # of the operator that is not in place
 _BUFFERS = {aten.zeros, aten.empty, aten.empty_strided}
 
 
