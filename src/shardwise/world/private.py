@@ -408,7 +408,7 @@ def autograd_in_dispatch() -> Iterator[None]:
 
 def change_view(func: Any, x: Tensor, *args: Any) -> None:
     """Give a tensor of a subclass without memory the shape that an operator in place gives it (`transpose_`)."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch():
         func(x, *args)
 
 
