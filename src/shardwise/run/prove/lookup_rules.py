@@ -88,13 +88,13 @@ def _multiply_three(
 @register_for(aten.scatter_reduce)
 def _reduce_by_index(func: Any, x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Any:
     x, source = lift_constants(x), lift_constants(source)
-    source = source[tuple(slice(n) for n in index.shape)]  # type: ignore[index]
+    source = source[tuple(slice(n) for n in index.shape)]
     if reduce in ("amax", "amin"):
         return _choose_by_index(func, x, dim, index, source, reduce, include_self)
     is_reached = torch.zeros(x.shape, dtype=torch.bool).scatter(dim, index, True)
     if reduce == "prod":
         out: Any = x if include_self else torch.where(is_reached, 1.0, x)
-        for one, factor in zip(index.split(1, dim), source.split(1, dim), strict=True):
+        for one, factor in zip(torch.split(index, 1, dim), torch.split(source, 1, dim), strict=True):
             out = out.scatter(dim, one, out.gather(dim, one) * factor)
         return out
     total = aten.scatter_add(x if include_self else torch.where(is_reached, 0.0, x), dim, index, source)

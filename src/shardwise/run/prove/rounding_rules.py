@@ -46,7 +46,8 @@ def _round(name: str, x: FieldTensor) -> Tensor:
 @register_for(aten.floor, aten.ceil, aten.trunc, aten.round)
 def _apply_rounding(func: Any, x: FieldTensor, decimals: int = 0) -> Any:
     scale = 10.0**decimals
-    whole = FieldTensor(_round(func.overloadpacket.__name__, x * scale if decimals else x) % P, degree=[CONSTANT])
+    scaled: Any = x * scale if decimals else x
+    whole = FieldTensor(_round(func.overloadpacket.__name__, scaled) % P, degree=[CONSTANT])
     return whole / scale if decimals else whole
 
 
