@@ -54,6 +54,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch._C, "_autograd"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_PreserveDispatchKeyGuard"),
+    (torch._C, "_DisableTorchDispatch"),
     (torch._C, "_dispatch_tls_set_dispatch_key_excluded"),
     (torch._C._autograd, "_get_creation_meta"),
     (torch.Tensor, "_is_view"),
