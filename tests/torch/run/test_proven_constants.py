@@ -99,3 +99,15 @@ def test_a_user_s_function_runs_on_rows_of_some_positions() -> None:
     assert prove_layout(OwnFunction, "context=2", (4, 6, HIDDEN)).ok
     with pytest.raises(LayoutError, match="unequally"):
         prove_layout(OwnFunction, "context=3", (4, 5, HIDDEN))
+
+
+def test_freed_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that ZeRO-3 has freed have a shape, from which others are allocated; to read their numbers ended the process."""
+
+    def fail(numbers: Tensor) -> None:
+        raise AssertionError(f"{numbers.shape} is read")
+
+    monkeypatch.setattr(field, "reals_of", fail)
+    freed = zeros_of((3, 2))
+    freed.a.untyped_storage().resize_(0)
+    assert freed.new_empty(1).expand(3, 2).shape == (3, 2)

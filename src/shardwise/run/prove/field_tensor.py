@@ -218,6 +218,8 @@ def _real_arguments(func: Any, args: Sequence[Any]) -> list[Any] | None:
     tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)) if type(x) is FieldTensor]
     if any(degree_of(x).total for x in tensors) or any(argument.alias_info is not None for argument in func._schema.arguments):
         return None
+    if any(not x.a.untyped_storage().nbytes() for x in tensors):  # a bucket's, which is freed
+        return None
     reals = [field.reals_of(x.a) for x in tensors]
     if not any(has_rounded for _, has_rounded in reals) or any(x.hidden is not None for x in tensors):
         return None
