@@ -37,7 +37,7 @@ from shardwise.ops.attention import attention_mask_of, has_score_dropout, is_cau
 from shardwise.ops.experts import EXPERT
 from shardwise.ops.recurrent import HIDDEN_UNITS
 from shardwise.ops.vocabulary import CostKind, LoweringKind, Reduction, ViewKind
-from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_shard
+from shardwise.plan.ir.placement import P, R, Shard, even_shard_range, is_disjoint_shard, is_shard
 from shardwise.world.attention_backend import scaled_dot_product_attention
 
 LoweringFunction = Callable[[OperatorCall], fx.Node | None]
@@ -86,7 +86,7 @@ def _lower_user_function(call: OperatorCall, captured: Function) -> fx.Node:
     """Lower a user's autograd function, after checking it on shards as large as this rank's."""
     low, op, cut = call.lowering, call.op, call.cut_labels
     rows = low.sharding.input_placements[op.name]
-    shard_dims = {axis: {i: form.dim for i, row in enumerate(rows) if is_shard(form := row[axis])} for axis in cut}
+    shard_dims = {axis: {i: form.dim for i, row in enumerate(rows) if is_disjoint_shard(form := row[axis])} for axis in cut}
     cuts = [(axis, low.sharding.sizes[axis], shard_dims[axis]) for axis in cut]
     specs = tuple(low.graph.tensors[v] for v in op.inputs)
     key = (captured, specs, str(cuts))
@@ -192,10 +192,11 @@ def _select_shared_heads(call: OperatorCall) -> None:
             continue
         heads, form, group = call.input_spec(0).shape[-3], rows[0][axis], call.lowering.groups[axis]
         assert isinstance(form, Shard)
-        first, count = form.local_range(heads, group.size, group.index)
+        spans = form.spans(heads, group.size, group.index)
         for i in (1, 2):
             if label in (rule.inputs[i] or ()) and not is_shard(rows[i][axis]):
-                call.args[i] = call.add_call(shared_heads, call.args[i], first, count, heads)
+                parts = [call.add_call(shared_heads, call.args[i], start, stop - start, heads) for start, stop in spans]
+                call.args[i] = parts[0] if len(parts) == 1 else call.add_call(torch.cat, parts, -3)
 
 
 def _lower_batch_norm(call: OperatorCall) -> fx.Node | None:

@@ -92,21 +92,27 @@ def _redistribute_in_rank_order(x: Tensor, source: Placement, target: Placement,
             start, stop = windows[group.index]
             return x.narrow(dim, start, stop - start).contiguous()
         case "all_gather", Shard(dim), _:
-            return group.all_gather(x.contiguous(), dim, source.lengths or None)
+            return group.all_gather(x.contiguous(), dim, _lengths_of_shards(source, x, group) or None)
         case "reduce_scatter", _, Shard(dim):
-            return group.reduce_scatter(x, dim, target.lengths)
+            return group.reduce_scatter(x, dim, target.lengths_within(x.shape[dim]))
         case "pad", HaloPartial(dim, size, windows), _:
             return _pad_with_zeros(x, dim, size, windows[group.index])
         case "pad", Shard(dim), _:
-            extent = sum(source.lengths) or x.shape[dim] * group.size
+            extent = sum(_lengths_of_shards(source, x, group)) or x.shape[dim] * group.size
             return _pad_with_zeros(x, dim, extent, source.ranges(extent, group.size)[group.index])
         case "all_to_all", Shard(dim), Shard(other):
-            return group.all_to_all(x, other, dim, source.lengths or None, target.lengths)
+            return group.all_to_all(x, other, dim, _lengths_of_shards(source, x, group) or None, target.lengths_within(x.shape[other]))
         case "halo_exchange", Shard(dim), Halo(_, size, windows):
             return _fetch_overlaps(x, dim, even_shard_ranges(size, group.size), windows, group)
         case "halo_add", HaloPartial(dim, size, windows), _:
             return _fetch_overlaps(x, dim, windows, even_shard_ranges(size, group.size), group)
     raise AssertionError(f"no redistribution from {source} to {target}")
+
+
+def _lengths_of_shards(form: Shard, x: Tensor, group: Group) -> tuple[int, ...]:
+    """Return the lengths of the members' shards, given this rank's `x`, of which another axis may have a fraction; () where equal."""
+    own, length = x.shape[form.dim], form.lengths[group.index] if form.lengths else 0
+    return form.lengths if own == length or not form.lengths else form.lengths_within(own * sum(form.lengths) // length)
 
 
 def _redistribute_runs(x: Tensor, source: Placement, target: Placement, group: Group) -> Tensor:

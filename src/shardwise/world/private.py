@@ -54,6 +54,7 @@ NAMES: tuple[tuple[Any, str], ...] = (
     (torch._C, "_autograd"),
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_PreserveDispatchKeyGuard"),
+    (torch._C, "_DisableTorchDispatch"),
     (torch._C, "_dispatch_tls_set_dispatch_key_excluded"),
     (torch._C._autograd, "_get_creation_meta"),
     (torch.Tensor, "_is_view"),
@@ -404,6 +405,12 @@ def autograd_in_dispatch() -> Iterator[None]:
         for key in keys:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
         yield
+
+
+def change_view(func: Any, x: Tensor, *args: Any) -> None:
+    """Give a tensor of a subclass without memory the shape that an operator in place gives it (`transpose_`)."""
+    with torch._C._DisableTorchDispatch():
+        func(x, *args)
 
 
 def has_fused_attention(q: Tensor, masked: bool) -> bool:

@@ -139,11 +139,11 @@ def test_what_is_hidden_lies_where_its_numbers_lie(shared: bool, monkeypatch: py
 
 
 def test_a_number_as_a_truth_value_is_whether_it_is_not_zero() -> None:
-    """Masks of experts are numbers first (DeepSeek-V3); to a whole number a computed one is not rounded."""
+    """Masks of experts are numbers first (DeepSeek-V3); minus infinity is rounded to no whole number."""
     values = torch.tensor([0.0, 3.0, -2.0, 0.5, -torch.inf])
     numbers = lift_constants(values)
     assert numbers.bool().tolist() == values.bool().tolist() == [False, True, True, True, True]
-    with pytest.raises(NotProvable, match="rounded to a whole one"):
+    with pytest.raises(NotProvable, match="minus infinity is rounded"):
         numbers.long()
 
 

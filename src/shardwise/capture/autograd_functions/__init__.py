@@ -74,6 +74,11 @@ def check_sharded_function(function: Function, specs: Specs, shardings: Sequence
     for _, n, places in shardings:
         specs_by_axis.append(_shard_specs(specs_by_axis[-1], places, n))
     for (axis, n, places), (before, after) in zip(shardings, pairwise(specs_by_axis), strict=True):
+        if uneven := next((before[i].shape for i, dim in places.items() if before[i].shape[dim] % n), None):
+            raise LayoutError(
+                f"{site} has a backward of its own, which is checked on equal shards, and {axis}={n} cuts {list(uneven)} "
+                f"unequally; use fewer ranks there, or sizes that divide"
+            )
         pairs = _pair_with_shards(call, _joint_graphs_by_gradient(call, before, function.requires_grad), after, function.requires_grad)
         if not pairs or any(propagate_placements(a, b, places, n) is None for a, b in pairs):
             shapes = ", ".join(str(list(t.shape)) for t in after)

@@ -166,13 +166,15 @@ def _region_borders(
     problem: AxisProblem, chosen: Mapping[str, OperatorStrategy], region: BranchRegion
 ) -> tuple[dict[str, Shard], str, int]:
     """Return (sample shards of values that leave a region, reason why it cannot be taken or empty, operator of the reason)."""
-    graph, inside = problem.graph, region.operators
+    graph, inside, rows = problem.graph, region.operators, {value for value, _ in problem.expert_rows}
     forms = {v: form for op in graph.operators for v, form in zip(op.outputs, chosen[op.name].output_placements, strict=True)}
     inner_values = {v for i in inside for v in graph.operators[i].outputs}
     read = {v for i, op in enumerate(graph.operators) if i not in inside for v in op.inputs} | {graph.loss, *graph.outputs}
     leaves: dict[str, Shard] = {}
     for value in sorted(inner_values & read, key=graph.producer_index.__getitem__):
         form = forms[value]
+        if value in rows:
+            return {}, f"{value} leaves them, and its rows are in the order of experts", graph.producer_index[value]
         if not is_shard(form) or graph.tensors[value].dtype.startswith("complex"):
             return {}, f"{value} leaves them, and is not sharded by samples", graph.producer_index[value]
         leaves[value] = form
@@ -181,6 +183,8 @@ def _region_borders(
         for value in op.inputs:
             if value in inner_values:
                 continue
+            if value in rows:
+                return {}, f"{op.site} reads {value}, whose rows are in the order of experts", i
             if problem.statistics_buffers & {value}:
                 if any(value in other.inputs for j, other in enumerate(graph.operators) if j not in inside):
                     return {}, f"{op.site} writes statistics that others read", i

@@ -243,7 +243,8 @@ def shard_length(placement: Shard | Strided | Halo, length: int, n: int, index: 
         return length // placement.size * even_shard_range(placement.size, n, index or 0)[1]  # in runs of `size * inner` entries
     if isinstance(placement, Shard):
         if placement.lengths:
-            return max(placement.lengths) if index is None else placement.lengths[index]
+            lengths = placement.lengths_within(length)
+            return max(lengths) if index is None else lengths[index]
         return even_shard_range(length, n, index or 0)[1]  # the first shards are the longer ones
     return max(shard_range(placement, length, n, i)[1] for i in (range(n) if index is None else (index,)))
 

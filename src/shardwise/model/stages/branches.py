@@ -19,6 +19,7 @@ from shardwise.model.graph import Graph, writes_buffer
 from shardwise.model.stages.stages import batch_only_operators
 from shardwise.model.union_find import UnionFind
 from shardwise.model.work import operator_flops
+from shardwise.ops import record_of
 
 MAX_EXACT_ASSIGNMENTS = 1 << 14  # assignments of branches to ranks that are all tried
 
@@ -73,6 +74,8 @@ class _DataFlow:
         for i in self.nodes:
             self.successors[i] = self.successors[i] or [self.sink]
         self.products = {i for i in self.nodes if operator_flops(operators[i], graph.tensors) > 0}
+        # Rows of experts have an order of their own, so that what dispatches and combines them belongs to their branch.
+        self.inner = self.products | {i for i in self.nodes if record_of(operators[i]).expert_stage}
 
     def fork_join_spans(self) -> Iterator[list[int]]:
         """Yield the operators between every fork and its immediate post-dominator, and between every join and its immediate dominator; both
@@ -105,10 +108,10 @@ class _DataFlow:
         span = set(between)
         tail, head = set[int](), set[int]()
         for i in reversed(between):
-            if i not in self.products and all(j in tail or j not in span for j in self.successors[i]):
+            if i not in self.inner and all(j in tail or j not in span for j in self.successors[i]):
                 tail.add(i)
         for i in between:
-            if i not in self.products and i not in tail and all(j in head or j not in span for j in self.predecessors[i]):
+            if i not in self.inner and i not in tail and all(j in head or j not in span for j in self.predecessors[i]):
                 head.add(i)
         remaining = span - tail - head
         branch_of = self._connected(remaining)

@@ -92,14 +92,30 @@ class Shard(Interned):
         """
         if not self.lengths:
             return even_shard_ranges(length, n)
-        stops = tuple(accumulate(self.lengths))
+        stops = tuple(accumulate(self.lengths_within(length)))
         return tuple(zip((0, *stops[:-1]), stops, strict=True))
+
+    def lengths_within(self, length: int) -> tuple[int, ...]:
+        """Return the lengths in a dimension of which another axis leaves this rank `length` entries, the same fraction of each unit of a
+        shard (of each sample, some positions). () where shards are equal.
+
+        >>> Shard(0, (34, 17)).lengths_within(51), Shard(0, (34, 17)).lengths_within(27), Shard(0).lengths_within(4)
+        ((34, 17), (18, 9), ())
+        """
+        whole = sum(self.lengths)
+        if whole == length or not self.lengths:
+            return self.lengths
+        lengths, remainders = zip(*(divmod(own * length, whole) for own in self.lengths), strict=True)
+        if any(remainders):
+            raise AssertionError(f"{length} entries are no fraction of shards of {self.lengths}")
+        return lengths
 
     def local_range(self, length: int, n: int, index: int) -> tuple[int, int]:
         """Return (start, length) of the shard of rank `index`, which is contiguous."""
         if self.runs:
             raise AssertionError(f"a shard of each of {len(self.runs)} runs is not contiguous")
-        return (sum(self.lengths[:index]), self.lengths[index]) if self.lengths else even_shard_range(length, n, index)
+        lengths = self.lengths_within(length)
+        return (sum(lengths[:index]), lengths[index]) if lengths else even_shard_range(length, n, index)
 
     def local_sizes(self, length: int, n: int) -> tuple[int, ...]:
         """Number of entries that every rank has."""

@@ -3,8 +3,8 @@
 A number has two components: itself modulo P, and an exponent modulo Q, from which its exponential follows. Programs of sums, products and
 quotients that are equal as rational functions give equal numbers in any order of summation; programs that are not differ at a random point
 but with probability degree / P (Schwartz 1980, Zippel 1979). A function that is not rational is a random function: equal numbers in, equal
-numbers out. Comparisons take the order of the representatives, -P/2 to P/2. `FieldMode` makes floating-point buffers that are allocated
-within it FieldTensors; all other floating-point tensors stay real, and are constants where they meet a FieldTensor.
+numbers out. Comparisons take an order of the numbers in which small constants have their own (`order_of`). `FieldMode` makes floating-point
+buffers that are allocated within it FieldTensors; all other floating-point tensors stay real, and are constants where they meet one.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ def add_divisor(y: FieldTensor) -> Degree:
 
 def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator, and give its results the largest degree of its arguments where its rule gives none."""
+    if (reals := _real_arguments(func, args)) is not None:
+        return lift_results(func(*reals, **kwargs))
     try:
         result = _run_rule(RULES, func, args, kwargs)
     except ComplexOperand:
@@ -201,6 +203,34 @@ def call_rule(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for x in unknown:
             x.degree = [degree]
     return result
+
+
+def lift_results(result: Any) -> Any:
+    """Return an operator's results, those of real numbers as constants."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(lift_results, result))
+    return lift_constants(result) if isinstance(result, Tensor) and result.is_floating_point() else result
+
+
+def _real_arguments(func: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Return arguments of an operator with real numbers in place of constants of the field, so that a function of a draw is that of real
+    numbers, whatever the draw was written into; None where arguments are no constants, or exact ones, or the operator writes."""
+    tensors = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)) if type(x) is FieldTensor]
+    if any(degree_of(x).total for x in tensors) or any(argument.alias_info is not None for argument in func._schema.arguments):
+        return None
+    if any(not x.a.untyped_storage().nbytes() for x in tensors):  # a bucket's, which is freed
+        return None
+    reals = [field.reals_of(x.a) for x in tensors]
+    if not any(has_rounded for _, has_rounded in reals) or any(x.hidden is not None for x in tensors):
+        return None
+    if any(bool(real.isnan().any()) for real, _ in reals):
+        return None
+    found = iter([real for real, _ in reals])
+    return [
+        [next(found) if type(x) is FieldTensor else x for x in arg] if isinstance(arg, list | tuple)
+        else next(found) if type(arg) is FieldTensor else arg
+        for arg in args
+    ]  # fmt: skip
 
 
 def largest_degree(args: Sequence[Any]) -> Degree:
@@ -232,24 +262,36 @@ def _run_rule(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs:
 
 def _run_exactly(rules: Mapping[Any, Rule], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = rules.get(func) or rules.get(func.overloadpacket)
+    out = kwargs.get("out")
+    if out is not None and rule is not None:
+        return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
     if rule is not None:
         return rule(func, *args, **kwargs)
     name = func.overloadpacket.__name__
     if name.endswith("_") and (plain := getattr(torch.ops.aten, name[:-1], None)) is not None:
-        value = getattr(plain, func.name().partition(".")[2] or "default", plain)(*args, **kwargs)
+        overload = _OTHER_OVERLOADS.get(func, func.name().partition(".")[2] or "default")
+        value = getattr(plain, overload, plain)(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags and value.data_ptr() == args[0].data_ptr() and value.numel() == args[0].numel():
+            private.change_view(func, *args)
+            return _take_view(args[0], value)
         if value.shape != args[0].shape:
-            if value.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
-                return value  # a view of another shape: torch's own products go on with what squeeze_ returns
             raise NotProvable(f"{func} changes a tensor's shape in place")
         return write(args[0], value)
-    if (out := kwargs.get("out")) is not None and func.overloadpacket in rules:
-        return write(out, func.overloadpacket(*args, **{k: v for k, v in kwargs.items() if k != "out"}))
     if (composed := private.DECOMPOSITIONS.get(func)) is not None and (result := composed(*args, **kwargs)) is not NotImplemented:
         return result
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         raise NotProvable(f"{func} has no exact form in a finite field")
     return result
+
+
+def _take_view(x: Any, view: Any) -> Any:
+    """Make a tensor a view of its numbers, in place."""
+    if isinstance(x, ComplexFieldTensor):
+        _take_view(x.pair, view.pair)
+    else:
+        x.a, x.root_of, x.reciprocal_of = view.a, view.root_of, view.reciprocal_of
+    return x
 
 
 class FieldMode(private.UncompiledDispatchMode):  # type: ignore[no-untyped-call]
@@ -274,6 +316,7 @@ class FieldMode(private.UncompiledDispatchMode):  # type: ignore[no-untyped-call
 
 
 aten = torch.ops.aten
+_OTHER_OVERLOADS = {aten.pow_.Scalar: "Tensor_Scalar", aten.pow_.Tensor: "Tensor_Tensor"}  # of the operator that is not in place
 _BUFFERS = {aten.zeros, aten.empty, aten.empty_strided}
 
 
@@ -361,8 +404,8 @@ def lift_pairs(x: Tensor) -> FieldTensor:
 
 
 def signed_order(x: FieldTensor) -> Tensor:
-    """Return the representatives from -P/2 to P/2, in whose order numbers are compared; minus infinity is below all."""
-    numbers = torch.where(x.a > P // 2, x.a - P, x.a)
+    """Return whole numbers in whose order numbers are compared; minus infinity is below all."""
+    numbers = field.order_of(x.a)
     return numbers if x.hidden is None else torch.where(x.hidden, -P, numbers)
 
 

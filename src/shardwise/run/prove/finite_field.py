@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from math import prod
+from math import nan, prod
 
 import torch
 from torch import Tensor
@@ -32,10 +32,13 @@ _SHORT_LIMB = 16  # bits: over up to 2^21 terms
 _MAX_SHORT_SUM = 1 << 11
 _TABLE = 16  # bits of an exponent that a table of powers covers
 _MAX_DENOMINATOR, _MAX_SQUARE = 1 << 22, 4096  # of constants that are rational, or roots: 2 / n of a mean of n elements is one
+_ORDER_FACTOR = 2**12 * 3**2 * 5**8 * 7  # numbers of which this is a denominator are in their own order up to 2.2e7
 _LAST_BITS = 34  # in which a shift of a number, as that of a mask of ones, is one of its exponent
 _FEW = 64  # elements, which Python inverts faster than torch
 _WORD = (1 << 64) - 1
 _ROUNDING = 2.3e-16  # of one operation, relative
+_REALS: dict[int, float] = {0: 0.0}  # the constant that each number was made of
+_ROUNDED: set[float] = set()  # constants without exact numbers
 
 
 def multiply_residues(x: Tensor, y: Tensor, modulus: int = P) -> Tensor:
@@ -201,6 +204,18 @@ def exponent_of_number(a: Tensor) -> Tensor:
 
 
 @cache
+def order_of(a: Tensor) -> Tensor:
+    """Return whole numbers in whose order numbers are compared: the representatives from -P/2 to P/2 of their multiples by a number that
+    makes small decimals whole, so that 0 < 0.02 < 1/3."""
+    multiple = multiply_residues(a, torch.tensor(_ORDER_FACTOR))
+    return torch.where(multiple > P // 2, multiple - P, multiple)
+
+
+def negative_number(a: Tensor) -> Tensor:
+    """Return numbers below zero in that order, one for each number from 0 to P - 1, or two."""
+    return multiply_residues(P - 1 - a % (P // 2), torch.tensor(pow(_ORDER_FACTOR, -1, P)))
+
+
 def _offset_of(name: str) -> int:
     return _as_signed(hash_text(name) * 0x9E3779B97F4A7C15)
 
@@ -262,8 +277,19 @@ def square_root(x: int) -> int | None:
 @cache
 def constant_of(x: float) -> int:
     """Return the number of a constant: rationals and roots of small ones exactly, any other float as an unknown of its own."""
-    if x < 0:
-        return -constant_of(-x) % P
+    number = -constant_of(-x) % P if x < 0 else _number_of(x)
+    _REALS.setdefault(number, x)
+    return number
+
+
+def reals_of(a: Tensor) -> tuple[Tensor, bool]:
+    """Return the constants that numbers are, NaN for a number of none, and whether any of them has no exact number."""
+    numbers, where = torch.unique(a, return_inverse=True)
+    reals = [_REALS.get(number, nan) for number in numbers.tolist()]
+    return torch.tensor(reals, dtype=torch.float64)[where], not _ROUNDED.isdisjoint(map(abs, reals))
+
+
+def _number_of(x: float) -> int:
     if x == int(x) and x < P:
         return int(x)
     fraction = Fraction(x).limit_denominator(_MAX_DENOMINATOR)
@@ -283,6 +309,7 @@ def constant_of(x: float) -> int:
             root = square_root(root) if degree == 4 and root is not None else root
             if root is not None:
                 return root
+    _ROUNDED.add(x)
     return hash_text(f"number {x!r}") % P
 
 

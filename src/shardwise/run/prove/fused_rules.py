@@ -10,11 +10,22 @@ from torch import Tensor
 
 from shardwise.run.prove import finite_field as field
 from shardwise.run.prove.degrees import CERTAINTY
-from shardwise.run.prove.field_tensor import FieldTensor, NotProvable, aten, degree_of, hidden_or_none, lift_constants, register_for, write
+from shardwise.run.prove.field_tensor import (
+    FieldTensor,
+    NotProvable,
+    aten,
+    degree_of,
+    hidden_or_none,
+    lift_constants,
+    random_numbers,
+    register_for,
+    write,
+)
 from shardwise.run.prove.rules import matrix_product
 from shardwise.world import private
 
 _MINUS_INFINITY = float("-inf")
+_NUM_POWERS = 6  # of a matrix in the function that stands for its exponential
 
 
 def _repeat_heads(x: Any, q: Any) -> Any:
@@ -204,3 +215,15 @@ def _solve_by_rows(func: Any, a: Any, b: Any, *, upper: bool, left: bool = True,
         rows[i] = rest if unitriangular else rest / a[..., i : i + 1, i : i + 1]
     shape = rows[0 if upper else size - 1].shape  # the last row solved has the batches of both
     return torch.cat([rows[i].expand(shape) for i in range(size)], -2)
+
+
+@register_for(aten.linalg_matrix_exp)
+def _take_matrix_function(func: Any, x: FieldTensor) -> Any:
+    """Return a polynomial of square matrices with random coefficients, in place of the power series: its derivative along a direction is
+    linear in that, as torch has it of the function of a matrix of twice the size."""
+    power: Any = lift_constants(torch.eye(x.shape[-1], dtype=torch.float64)).expand(x.shape)
+    total: Any = power
+    for i in range(1, _NUM_POWERS):
+        power = power @ x
+        total = total + power * random_numbers((), f"matrix_exp {i}", 0)
+    return total

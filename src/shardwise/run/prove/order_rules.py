@@ -18,10 +18,10 @@ from shardwise.run.prove.field_tensor import (
     hidden_or_none,
     keep_exponents,
     lift_constants,
+    random_numbers,
     register_for,
     signed_order,
 )
-from shardwise.run.prove.finite_field import P
 from shardwise.run.prove.rules import apply_function
 
 
@@ -109,13 +109,16 @@ def _apply_where(func: Any, condition: Tensor, x: Any, y: Any) -> Any:
 
 
 def _drop_infinite(x: Any, is_dropped: Tensor) -> Any:
-    """Return constants with zero in place of what is no number and is not taken anywhere."""
+    """Return constants with zero in place of what is no number and is not taken anywhere. NaN alone, which the logarithm of a determinant
+    is where that is negative, is a random number."""
     if isinstance(x, FieldTensor) or (isinstance(x, Tensor) and not x.is_floating_point()):
         return x
     values = torch.as_tensor(x, dtype=torch.float64)
     is_wrong = values.isnan() | (values == torch.inf)
-    if not bool(is_wrong.any()) or not bool((is_dropped | ~is_wrong).all()):
+    if not bool(is_wrong.any()):
         return x
+    if not bool((is_dropped | ~is_wrong).all()):
+        return random_numbers((), "not a number", 0) if not values.dim() and values.isnan() else x
     return torch.where(is_wrong, 0.0, values)
 
 
@@ -137,7 +140,7 @@ def _rectify_backward(func: Any, gradient: FieldTensor, x: FieldTensor, threshol
 @register_for(aten.leaky_relu)
 def _leak_negative(func: Any, x: FieldTensor, slope: float = 0.01) -> Any:
     """Return a random negative number where `x` is negative: its sign is that of `x`, as backward of one in place needs."""
-    negative = P - 1 - field.random_function(f"leaky_relu {slope}", x.a) % (P // 2)
+    negative = field.negative_number(field.random_function(f"leaky_relu {slope}", x.a))
     return FieldTensor(torch.where(signed_order(x) >= 0, x.a, negative), degree=[degree_of(x) | LINEAR])
 
 

@@ -32,6 +32,8 @@ from shardwise.run.prove import (  # noqa: F401 - they register rules, and what 
     derived_backward,
     fourier_rules,
     fused_rules,
+    lookup_rules,
+    matrix_rules,
     order_rules,
     rules,
     unknown_operators,

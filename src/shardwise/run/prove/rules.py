@@ -28,6 +28,7 @@ from shardwise.run.prove.field_tensor import (  # fmt: skip
     zeros_of,
 )
 from shardwise.run.prove.finite_field import P, Q
+from shardwise.run.prove.rounding_rules import cast_to_whole_numbers
 
 VIEWS = (aten.view, aten._unsafe_view, aten._reshape_alias)
 STRUCTURE = (
@@ -85,6 +86,7 @@ def _apply_structure(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, FieldTensor):
         lift_constants(x)  # raises for a complex one, into which this is written
         raise NotProvable(f"{func} by computed indices has no exact form")
+    args = tuple(lift_constants(value) if isinstance(value, Tensor) and value.is_floating_point() else value for value in args)
     if any(isinstance(value, FieldTensor) for value in args):  # a tensor that is written into a part of this one
         parts = [[getattr(value, key) if isinstance(value, FieldTensor) else value for value in (x, *args)] for key in ("a", "b")]
         owns = any(isinstance(value, FieldTensor) and value.has_own_exponents for value in (x, *args))
@@ -122,7 +124,7 @@ def _apply_cast(func: Any, x: FieldTensor, dtype: torch.dtype | None = None, **k
     if dtype is not None and dtype.is_complex:
         return lift_complex(x)
     if dtype is not None and not dtype.is_floating_point:
-        raise NotProvable("a computed number is rounded to a whole one")
+        return cast_to_whole_numbers(x, dtype)
     return _apply_to_components(x, torch.clone)
 
 
@@ -203,7 +205,7 @@ def multiply_numbers(func: Any, x: Any, y: Any) -> Any:
 @register_for(aten.div)
 def _apply_divide(func: Any, x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode is not None:
-        raise NotProvable("a quotient of computed numbers is rounded")
+        return getattr(_apply_divide(func, x, y), rounding_mode)()
     x, y = lift_constants(x), lift_constants(y)
     if y.reciprocal_of is None and not CERTAINTY.is_exact_divisor(degree_of(y)):
         CERTAINTY.zero_divisors += int((y.a == 0).sum())
