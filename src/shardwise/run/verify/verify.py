@@ -341,8 +341,12 @@ class _VerificationRun:
                 self.whole_batch = _relative_distances(actual, self.new_serial(without_microbatches=True).step())
 
     def measure_memory(self) -> dict[str, float]:
-        """Return the peak bytes of training by part: of one more step where inputs have gradients, which only the comparison keeps."""
-        if self.options.repeats_step and any(v.tensor.is_float for v in self.engine.rank_model.graph.inputs):
+        """Return the peak bytes of training by part: of one more step where inputs have gradients, which only the comparison keeps.
+
+        Ranks that differ take no further step: an engine that finds it would end the run without the comparison's result.
+        """
+        differs = bool(self.engine.world.all_reduce_max([int(self.comparison.first_difference is not None)])[0])
+        if not differs and self.options.repeats_step and any(v.tensor.is_float for v in self.engine.rank_model.graph.inputs):
             self.engine.memory.reset_peak()
             self.engine.step(self.batch)
         return self.engine.peak_memory_over_ranks()
