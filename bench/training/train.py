@@ -157,7 +157,7 @@ def install_peers() -> None:
     there = next(folder.glob("lib/python*/site-packages"))
     (there / "_environment.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--no-build-isolation"]
-    for line in (Path(__file__).parent / "peers" / "requirements.txt").read_text().splitlines():
+    for line in (Path(__file__).parents[1] / "peers" / "requirements.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             print(f"shardwise: installing {line} into .venv-peers", flush=True)
             done = subprocess.run([*pip, line], capture_output=True, text=True, check=False)
