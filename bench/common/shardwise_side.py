@@ -16,6 +16,7 @@ from bench.common.rank import Line, serve
 from bench.training.split_models import batch_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_file import format_plan, parse_plan
+from shardwise.run.recovery.fingerprints import Fingerprints
 from shardwise.world.matmul_backend import PRODUCTS
 from shardwise.world.world import World
 
@@ -35,7 +36,8 @@ def rank_main(world: World, path: str, text: str, plan_text: str) -> None:
         plan = parse_plan(plan_text)
         optimizer = {"name": "adamw", "lr": case.lr}
         engine = shardwise.parallelize(case.model, case.batch, plan=plan, world=world, seed=case.seed, optimizer=optimizer)
-        engine.gradients.is_reducing = contender.options.get("exchange", True)
+        if not contender.options.get("exchange", True):  # every rank then has weights of its own, which a step would find
+            engine.gradients.is_reducing, engine._fingerprints = False, Fingerprints([], world)
         about = {"plan": str(plan.layout), "precision": plan.layout.precision, "predicted_s": _predicted(plan, contender)}
         serve(line, case, lambda tokens: engine.step(batch_of(case, tokens)).loss, world.world_group.barrier, about)
     except Exception as error:

@@ -65,7 +65,7 @@ class Attention(nn.Module):
             self.qkv.weight.copy_(torch.cat([part.weight.chunk(size)[rank] for part in (plain.q, plain.k, plain.v)]))
             self.qkv.bias.copy_(torch.cat([part.bias.chunk(size)[rank] for part in (plain.q, plain.k, plain.v)]))
 
-    def forward(self, x: Tensor, rotary: None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: None = None, bias: None = None) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x)[0].chunk(3, dim=-1))
         mixed: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return mixed
