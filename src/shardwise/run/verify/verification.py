@@ -20,7 +20,7 @@ class Verification:
     """The result: worst relative error of each kind of tensor, and the first tensor above the tolerance. In 16 bits (`in_noise`) errors and
     tolerance are multiples of the serial runs' rounding noise.
 
-    `divided`: by axis the share of parameters and of FLOPs that it shards, see `run/proof/sharded_shares`. `warnings`: what equality does
+    `divided`: by axis the share of parameters and of FLOPs that it shards, see `run/verify/sharded_shares`. `warnings`: what equality does
     not prove, a sentence each. `memory`: peak bytes of the fullest device, by category and in `total`; empty if memory is not counted.
     `whole_batch`: if microbatches change what is trained, the distance of loss and gradients of the first step from the whole batch's, each
     as the norm of the difference over the norm of the whole batch's; empty if the serial run computed the whole batch at once.

@@ -2,19 +2,17 @@
 
 Every rank runs the engine; rank 0 also runs the user's own module, eagerly in one process, on the whole batch with the same optimizer, and
 compares the loss, every gradient (of parameters and of floating-point inputs) and every updated weight and buffer. Then every rank compares
-its own gradients, weights and optimizer state (`run/proof/shard_differences`).
-In float64 both sides compute in float64 throughout: casts to float32 inside the model would hide errors.
-
-If the model couples samples (batch norm), microbatches change what is trained: the serial run then has the same microbatches, whose losses
-are weighted by samples, and its distance from the whole batch is measured as well.
+its own gradients, weights and optimizer state (`run/verify/shard_differences`). In float64 both sides compute in float64 throughout: casts
+to float32 inside the model would hide errors. If the model couples samples (batch norm), microbatches change what is trained: the serial
+run then has the same microbatches, whose losses are weighted by samples, and its distance from the whole batch is measured as well.
 
 A difference is relative to the largest magnitude of its own tensor. Some tensors are zero but for rounding (the gradient of a bias before
 batch norm, or of attention keys); only there is the difference compared with the rounding noise of the serial run, which is measured
 (`run/verify/serial`), not assumed. In 16 bits the serial run has the same precision, and every difference is compared with that noise.
 
 If gradients are compressed, their sums before compression are compared with the serial run's, the received gradients with an emulated
-exchange, and the weights with the serial model's after an update with the emulated gradients (`run/proof/compressed_gradients`). If updates
-are stale, the serial model's are too.
+exchange, and the weights with the serial model's after an update with the emulated gradients (`run/verify/compressed_gradients`). If
+updates are stale, the serial model's are too.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class StepComparison:
                     )
 
     def compare_shards(self, step: int, kind: str, differences: Mapping[str, Sequence[float]], expected: StepValues) -> None:
-        """Compare the shards of every rank. `differences`: by name, those of each rank, see `run/proof/shard_differences`."""
+        """Compare the shards of every rank. `differences`: by name, those of each rank, see `run/verify/shard_differences`."""
         largest = _largest_of(kind, expected)
         for name, rank_differences in differences.items():
             for rank, difference in enumerate(rank_differences):
@@ -341,11 +339,9 @@ class _VerificationRun:
                 self.whole_batch = _relative_distances(actual, self.new_serial(without_microbatches=True).step())
 
     def measure_memory(self) -> dict[str, float]:
-        """Return the peak bytes of training by part: of one more step where inputs have gradients, which only the comparison keeps.
-
-        Ranks that differ take no further step: an engine that finds it would end the run without the comparison's result.
-        """
-        differs = bool(self.engine.world.all_reduce_max([int(self.comparison.first_difference is not None)])[0])
+        """Return the peak bytes of training by part: of one more step where inputs have gradients, which only the comparison keeps, but of
+        none of ranks that differ, which an engine may find: it would end the run without the comparison's result."""
+        differs = self.engine.world.all_reduce_max([int(self.comparison.first_difference is not None)])[0]
         if not differs and self.options.repeats_step and any(v.tensor.is_float for v in self.engine.rank_model.graph.inputs):
             self.engine.memory.reset_peak()
             self.engine.step(self.batch)
