@@ -1,7 +1,7 @@
 """The training data on disk: files of the `[data]` section, prepared if necessary, and a description of them with a digest.
 
 Text whose tokens are bytes is read in place, or joined into one file; other text is tokenized into the run folder, tables are converted to
-arrays there, images are indexed. Batches are made of it in `train/data/sources`, `train/image_batches` and `train/table_batches`.
+arrays there, images are indexed. Batches are made of it in `train/data/sources`, `train/data/image_batches` and `train/data/table_batches`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     running --peer loss--> membership vote --> a world of the next generation --> surviving state saved as a checkpoint --> running
 
 Surviving ranks keep their processes. The state after the last step that all of them have is in their memory; if replicas or buddy
-copies (`train/buddy_copies`) complete it, training resumes from it, else from the last checkpoint. Plans for fewer ranks were made
+copies (`train/recovery/buddy_copies`) complete it, training resumes from it, else from the last checkpoint. Plans for fewer ranks were made
 beforehand; ranks that a plan does not use wait as spares. Ranks that this program launches itself are replaced instead (`train/loop`).
 
 In the field's terms: elastic restart.

@@ -13,8 +13,8 @@ With ZeRO-1 (Rajbhandari et al. 2020) a bucket is reduce-scattered: each rank ge
 all-reduce's bytes; the rest of the bucket is this rank's alone until `gather` is called. From stage 2 on no rank stores a full gradient: a
 bucket has a buffer from its first gradient until it is scattered, in every backward anew, and the shards accumulate.
 
-Compressed gradients (`reduce/compressed`) take two phases. The second phase of a bucket follows the first of the next bucket, in the same
-order on all ranks; if a rank of another stage takes part, which may be waiting for this one, it follows backward.
+Compressed gradients (`run/gradients/compressed`) take two phases. The second phase of a bucket follows the first of the next bucket, in the
+same order on all ranks; if a rank of another stage takes part, which may be waiting for this one, it follows backward.
 """
 
 from __future__ import annotations

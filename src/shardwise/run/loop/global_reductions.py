@@ -19,7 +19,7 @@ from shardwise.lower.kernels.sharded_dims import sharded_extreme
 from shardwise.world import private
 from shardwise.world.world import Group
 
-_AUTOGRAD_GRAD = inspect.unwrap(torch.autograd.grad)  # as torch passes it; `run/loop/outside_parameters` wraps the name
+_AUTOGRAD_GRAD = inspect.unwrap(torch.autograd.grad)  # as torch passes it; `run/gradients/outside_parameters` wraps the name
 
 
 class ShardedTensorBase(Tensor):

@@ -5,8 +5,8 @@ in the gradient norm and weight decay, so a group is one tensor to collectives a
 backward completes their gradients.
 
 ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its `data` too, are only this rank's shards of all buckets,
-concatenated; a bucket then belongs to one set of layers, whose weights `residency/gathered` all-gathers while one of them runs. Parameters
-shared with other pipeline ranks (tied embeddings, replicas of a stage) stay replicated as in stage 1, since those use them at other times;
+concatenated; a bucket then belongs to one set of layers, whose weights `run/residency/weight_gatherer` all-gathers while one of them runs.
+Parameters shared with other pipeline ranks (tied embeddings, replicas of a stage) stay replicated as in stage 1, since those use them at other times;
 so do parameters that are frozen, or that the model itself writes.
 
 In the field's terms: gradient bucket.
@@ -104,7 +104,7 @@ class Bucket:
 class FlatGroup:
     """Parameters as views of `data`, gradients as views of `grad` (of `padded` elements, a multiple of the number of shards).
 
-    `shard_index`: this rank among the `num_shards` of each bucket, -1 if others have them all (`reduce/servers`).
+    `shard_index`: this rank among the `num_shards` of each bucket, -1 if others have them all (`run/gradients/parameter_servers`).
     `is_scattered`: `grad` is this rank's shards only, and there are no views; `is_gathered`: so is `data`. `grad` is empty if buckets have
     gradient buffers of their own. `main`: where `data` has fewer bits than the optimizer updates, this rank's shards of all buckets,
     concatenated, with all bits. `shard_ranks`: the ranks that have the other shards, this one among them; `replica_ranks`: those of

@@ -82,7 +82,7 @@ class _LocalBatchNorm(TorchFunctionMode):
 
 
 class _EightBitLinears(TorchFunctionMode):
-    """Round the operands of linear layers to 8 bits within a block, as `kernels/scaled` does, if a precision says so."""
+    """Round the operands of linear layers to 8 bits within a block, as `lower/kernels/scaled` does, if a precision says so."""
 
     def __init__(self, precision: Precision) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Batches of images and class labels in the shape that a model takes, with augmentation by random crop and flip.
 
 The crop of a training image is a function of the seed and the sample's number through all epochs, so it is independent of the layout.
-Decoding is in `reading/pixels`.
+Decoding is in `train/data/reading/pixels`.
 """
 
 from __future__ import annotations

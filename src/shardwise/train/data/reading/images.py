@@ -2,7 +2,7 @@
 
 A folder has a folder for each class, whose names in sorted order are the labels 0, 1, ... (torchvision's ImageFolder). A shard has an image
 and its class id (`.cls`) under the same name. The index is `files.txt`, a name a line, and `images.bin`, four int64 an image: number of the
-file, offset in it, size, label. Decoding is in `reading/pixels`.
+file, offset in it, size, label. Decoding is in `train/data/reading/pixels`.
 """
 
 from __future__ import annotations
