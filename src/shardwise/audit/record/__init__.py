@@ -2,7 +2,8 @@
 
 A *page* is what lies between two optimizer steps: weights at its start, inputs, outputs, losses, gradients. Each process writes its own
 shards, with their places in the full tensors; nothing is communicated, since a collective in a hook deadlocks where ranks hold different
-parameters. Loaded by `audit/hook/sitecustomize` under a name of its own, without the package around it: torch, numpy and the standard library.
+parameters. Loaded by `audit/hook/sitecustomize` under a name of its own, without the package around it: torch, numpy and the standard
+library.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ backward completes their gradients.
 
 ZeRO (Rajbhandari et al. 2020): from stage 2 on a group's `grad`, in stage 3 its `data` too, are only this rank's shards of all buckets,
 concatenated; a bucket then belongs to one set of layers, whose weights `run/residency/weight_gatherer` all-gathers while one of them runs.
-Parameters shared with other pipeline ranks (tied embeddings, replicas of a stage) stay replicated as in stage 1, since those use them at other times;
-so do parameters that are frozen, or that the model itself writes.
+Parameters shared with other pipeline ranks (tied embeddings, replicas of a stage) stay replicated as in stage 1, since those use them at
+other times; so do parameters that are frozen, or that the model itself writes.
 
 In the field's terms: gradient bucket.
 """
