@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.common.processes import ROOT
 from bench.verify.mutations.cases import CASES, Case, Runs
 from bench.verify.mutations.collectives import Broken
 from bench.verify.mutations.table import MISSED, SAME, tried
@@ -189,5 +190,5 @@ def document_proofs(found: Sequence[ProofRow], refused: Sequence[str]) -> str:
         what = f"`{expression.replace('|', '/')}`" if expression else row.mutation.kind
         lines.append(f"| {site.replace(' < ', ', from ')} | {what} | {row.broken} | {row.cases[0]}{more} | {row.result} |")
     if refused:
-        lines += ["", "Cases of `verify` that are not provable:", "", *(f"- {line}" for line in refused)]
+        lines += ["", "Cases of `verify` that are not provable:", "", *(f"- {line.replace(f'{ROOT}/', '')}" for line in refused)]
     return "\n".join(lines) + "\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,19 +38,13 @@ def wrong_dtypes(names: Sequence[str], most: int) -> Iterator[WrongDtype | None]
         if names and info.name not in names:
             continue
         for call in truth.calls(info, most):
-            if (words := truth.written(call)) not in seen and not _writes(call):
+            if (words := truth.written(call)) not in seen and not truth.writes_operand(call):
                 seen.add(words)
                 yield from _compare(call)
 
 
-def _writes(call: Call) -> bool:
-    name = call[0].split(".")[1]
-    return name.endswith("_") and not name.endswith("__")
-
-
 def _compare(call: Call) -> Iterator[WrongDtype | None]:
-    tensors: list[Tensor] = []
-    _collect(call[1:], tensors)
+    tensors = list({id(x): x for x in truth.tensors_of(call) if x.dtype == torch.float64}.values())
     everything = tuple(range(len(tensors)))
     for narrow in {(), everything, everything[:1], everything[1:]} if tensors else ():
         cast = {id(x): x.to(NARROW if i in narrow else torch.float32) for i, x in enumerate(tensors)}
@@ -60,8 +53,10 @@ def _compare(call: Call) -> Iterator[WrongDtype | None]:
         kwargs = {k: torch.float32 if a is torch.float64 else a for k, a in kwargs.items()}
         try:
             with torch.autocast("cpu", NARROW), torch.no_grad():
-                out = truth.overload(target)(*_replaced(args, cast), **_replaced(kwargs, cast))
-            case = pieces.case(target, *_replaced(args, wide), **_replaced(kwargs, wide))
+                _, arguments, named = truth.with_tensors((target, args, kwargs), cast)
+                out = truth.overload(target)(*arguments, **named)
+            _, arguments, named = truth.with_tensors((target, args, kwargs), wide)
+            case = pieces.case(target, *arguments, **named)
         except Exception:  # torch has no such kernel, or a graph holds no such arguments
             continue
         outs = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, (list, tuple)) else []
@@ -75,21 +70,3 @@ def _compare(call: Call) -> Iterator[WrongDtype | None]:
         pairs = [(told[v].dtype, str(y.dtype).removeprefix("torch.")) for v, y in zip(case.op.outputs, outs, strict=True)]
         differs = any(a != b and b in ("float32", "bfloat16") for a, b in pairs)
         yield WrongDtype(truth.written(call), narrow, *(tuple(row) for row in zip(*pairs, strict=True))) if differs else None
-
-
-def _collect(value: Any, tensors: list[Tensor]) -> None:
-    """Add the floating-point tensors among arguments to a list, each once."""
-    if isinstance(value, Tensor):
-        if value.dtype == torch.float64 and not any(value is x for x in tensors):
-            tensors.append(value)
-    elif isinstance(value, (list, tuple, dict)):
-        for x in value.values() if isinstance(value, dict) else value:
-            _collect(x, tensors)
-
-
-def _replaced(value: Any, by: dict[int, Tensor]) -> Any:
-    if isinstance(value, dict):
-        return {k: _replaced(x, by) for k, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replaced(x, by) for x in value])
-    return by.get(id(value), value)

@@ -84,7 +84,7 @@ def _adds_a_bias(case: pieces.Case, rule: Rule, label: str) -> bool:
 def _in_order(call: Call, case: pieces.Case, words: Sequence[str]) -> list[str]:
     """A word for each tensor argument; one that stands twice among them is one value of the graph."""
     of = dict(zip(case.tensors, words, strict=True))
-    return [next(of[name] for name, t in case.tensors.items() if t is tensor) for tensor in _tensors(call)]
+    return [next(of[name] for name, t in case.tensors.items() if t is tensor) for tensor in truth.tensors_of(call)]
 
 
 def _right(call: Call, case: pieces.Case) -> list[Cut]:
@@ -100,7 +100,7 @@ def _right(call: Call, case: pieces.Case) -> list[Cut]:
             continue
         parts = [{id(t): _part(t, word, rank) for t, word in zip(tensors, words, strict=True)} for rank in range(RANKS)]
         try:
-            made = [truth.outputs_of(_with(call, part)) for part in parts]
+            made = [truth.outputs_of(truth.with_tensors(call, part)) for part in parts]
         except (RuntimeError, IndexError, ValueError):
             continue
         if any(len(m) != len(whole) for m in made):
@@ -113,14 +113,6 @@ def _right(call: Call, case: pieces.Case) -> list[Cut]:
 
 def _part(tensor: Tensor, word: str, rank: int) -> Tensor:
     return tensor if word == "R" else tensor.chunk(RANKS, int(word[1:]))[rank].contiguous()
-
-
-def _with(call: Call, parts: dict[int, Tensor]) -> Call:
-    def arg(x: Any) -> Any:
-        return parts[id(x)] if isinstance(x, Tensor) else type(x)(arg(item) for item in x) if isinstance(x, list | tuple) else x
-
-    target, args, kwargs = call
-    return target, tuple(arg(a) for a in args), {name: arg(a) for name, a in kwargs.items()}
 
 
 def _together(whole: Tensor, *made: Tensor) -> list[str]:
@@ -143,12 +135,11 @@ def _together(whole: Tensor, *made: Tensor) -> list[str]:
 
 def _case(call: Call) -> pieces.Case | None:
     target, args, kwargs = call
-    name = target.split(".")[1]
-    if name.endswith("_") and not name.endswith("__"):
+    if truth.writes_operand(call):
         return None
-    if not all(map(_known, (*args, *kwargs.values()))) or not _tensors(call):
+    if not all(map(_known, (*args, *kwargs.values()))) or not truth.tensors_of(call):
         return None
-    if any(0 in t.shape for t in _tensors(call)):
+    if any(0 in t.shape for t in truth.tensors_of(call)):
         return None
     try:
         case = pieces.case(target, *args, **kwargs)
@@ -166,10 +157,10 @@ def _differentiable(call: Call, tensor: Tensor) -> bool:
     """Whether torch makes a gradient for this argument."""
     if not tensor.is_floating_point():
         return False
-    mine = {id(t): t.detach().clone() for t in _tensors(call)}
+    mine = {id(t): t.detach().clone() for t in truth.tensors_of(call)}
     mine[id(tensor)].requires_grad_()
     try:
-        outs = [y for y in truth.outputs_of(_with(call, mine)) if y.requires_grad]
+        outs = [y for y in truth.outputs_of(truth.with_tensors(call, mine)) if y.requires_grad]
         torch.autograd.backward(outs, [torch.ones_like(y) for y in outs])
     except RuntimeError:
         return False
@@ -180,7 +171,3 @@ def _known(arg: Any) -> bool:
     if isinstance(arg, list | tuple):
         return all(map(_known, arg)) and not any(isinstance(item, list | tuple) for item in arg)
     return arg is None or isinstance(arg, Tensor | torch.dtype | bool | int | float | str)
-
-
-def _tensors(call: Call) -> list[Tensor]:
-    return [x for a in (*call[1], *call[2].values()) for x in (a if isinstance(a, list | tuple) else [a]) if isinstance(x, Tensor)]

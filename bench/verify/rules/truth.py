@@ -7,7 +7,7 @@ some 700 operators. Both need the package `expecttest`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,6 +125,27 @@ def outputs_of(call: Call) -> list[Tensor]:
     target, args, kwargs = call
     out = overload(target)(*args, **kwargs)
     return [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
+
+
+def tensors_of(call: Call) -> list[Tensor]:
+    """Every tensor that an operator is called with, in order."""
+    return [x for a in (*call[1], *call[2].values()) for x in (a if isinstance(a, list | tuple) else [a]) if isinstance(x, Tensor)]
+
+
+def with_tensors(call: Call, by_id: Mapping[int, Tensor]) -> Call:
+    """The call with other tensors in the places of those of these ids."""
+
+    def arg(x: Any) -> Any:
+        return by_id.get(id(x), x) if isinstance(x, Tensor) else type(x)(arg(i) for i in x) if isinstance(x, list | tuple) else x
+
+    target, args, kwargs = call
+    return target, tuple(arg(a) for a in args), {name: arg(a) for name, a in kwargs.items()}
+
+
+def writes_operand(call: Call) -> bool:
+    """Whether the operator writes one of its operands, by its name."""
+    name = call[0].split(".")[1]
+    return name.endswith("_") and not name.endswith("__")
 
 
 def overload(target: str) -> Any:

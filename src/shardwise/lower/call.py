@@ -26,7 +26,7 @@ from shardwise.lower.torch_calls import (
     call_in_operand_dtype,
     call_under_autocast,
     called_function,
-    lower_argument,
+    lower_arguments,
     torch_operator,
 )
 from shardwise.model.batch.random_draws import drawn_shape
@@ -60,9 +60,7 @@ class OperatorCall:
 
     @classmethod
     def from_operator(cls, low: Lowering, nodes: Nodes, op: Operator, inputs: list[fx.Node]) -> OperatorCall:
-        values = iter(inputs)
-        args = [lower_argument(a, values, low.device) for a in op.args]
-        kwargs = {k: lower_argument(a, values, low.device) for k, a in op.kwargs}
+        args, kwargs = lower_arguments(op, inputs, low.device)
         return cls(low, nodes, op, {axis: label for axis, label in low.sharding.labels[op.name].items() if label}, args, kwargs)
 
     @property

@@ -22,7 +22,7 @@ from shardwise.lower.torch_calls import (
     call_in_full_precision,
     call_in_operand_dtype,
     describe_constants,
-    lower_argument,
+    lower_arguments,
     torch_operator,
 )
 from shardwise.model.graph import Graph, Operator
@@ -47,7 +47,7 @@ def find_device_dtypes(
     dtypes.update({v.value: processor_dtypes[v.value] for v in graph.parameters})
     tried: dict[object, tuple[Dtypes, bool]] = {}
     kept: set[str] = set()
-    with device_fake_mode(), silence_fake_tensor_log(), _autocast(device.type, getattr(torch, precision.product_dtype)):
+    with device_fake_mode(), silence_fake_tensor_log(), autocast_anywhere(device.type, getattr(torch, precision.product_dtype)):
         for op in graph.operators:
             if op.function is not None:
                 continue
@@ -72,7 +72,7 @@ def _try_operator(
     if home:
         if not own:
             return _output_dtypes(op, operands, device, call_in_full_precision), False
-        with _autocast(home, getattr(torch, own)):
+        with autocast_anywhere(home, getattr(torch, own)):
             return _output_dtypes(op, operands, device), False
     found = _output_dtypes(op, operands, device)
     is_wide = len(found) == len(wanted) and any(a.itemsize > b.itemsize for a, b in zip(found, wanted, strict=True))
@@ -89,9 +89,8 @@ def _output_dtypes(
 ) -> Dtypes:
     target = torch_operator(op.target)
     try:
-        tensors = iter([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in operands])
-        args = [lower_argument(a, tensors, device) for a in op.args]
-        kwargs = {name: lower_argument(a, tensors, device) for name, a in op.kwargs}
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in operands]
+        args, kwargs = lower_arguments(op, tensors, device)
         out = region(target, *args, **kwargs) if region is not None else target(*args, **kwargs)
         return tuple(x.dtype for x in (out if isinstance(out, (list, tuple)) else [out]))
     except Exception:  # of any class: what cannot be tried is not known to be narrow
@@ -99,7 +98,7 @@ def _output_dtypes(
 
 
 @contextmanager
-def _autocast(device: str, dtype: torch.dtype) -> Iterator[None]:
+def autocast_anywhere(device: str, dtype: torch.dtype) -> Iterator[None]:
     """A block of autocast that also works where there is no such device, where `torch.autocast` switches itself off."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, True)

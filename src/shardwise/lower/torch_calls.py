@@ -5,13 +5,13 @@ In: an operator of a graph and its input tensors, or nodes that stand for them. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardwise.model.graph import Arg, Ref, Word
+from shardwise.model.graph import Arg, Operator, Ref, Word
 from shardwise.world import private
 
 
@@ -21,15 +21,21 @@ def torch_operator(target: str) -> Callable[..., Any]:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
 
 
-def lower_argument(arg: Arg, nodes: Iterator[Any], device: torch.device) -> Any:
+def _lower_argument(arg: Arg, nodes: Iterator[Any], device: torch.device) -> Any:
     """Return an argument of an operator for torch. `nodes`: nodes of its input tensors, in order."""
     if isinstance(arg, Ref):
         return next(nodes)
     if isinstance(arg, tuple):
-        return [lower_argument(a, nodes, device) for a in arg]
+        return [_lower_argument(a, nodes, device) for a in arg]
     if isinstance(arg, Word):
         return device if arg.kind == "device" else getattr(torch, arg.name)
     return arg
+
+
+def lower_arguments(op: Operator, inputs: Iterable[Any], device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Return an operator's arguments for torch, positional and named. `inputs`: its input tensors, or nodes for them, in order."""
+    values = iter(inputs)
+    return [_lower_argument(a, values, device) for a in op.args], {name: _lower_argument(a, values, device) for name, a in op.kwargs}
 
 
 def describe_constants(arguments: tuple[Arg, ...]) -> str:

@@ -26,7 +26,7 @@ from shardwise.lower.call import OperatorCall
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.lowering import Lowering, Nodes, groups_of
 from shardwise.lower.operator_lowering import lower_operator
-from shardwise.lower.torch_calls import describe_constants, lower_argument, torch_operator
+from shardwise.lower.torch_calls import describe_constants, lower_arguments, torch_operator
 from shardwise.model.dims.expert_rows import expert_rows
 from shardwise.model.dims.fused_dims import find_fused_dims
 from shardwise.model.gradients import values_needing_gradient
@@ -200,9 +200,7 @@ class _OperatorTrial:
         tensors = self.graph.tensors
         cpu = torch.device("cpu")
         inputs = [_make_empty_tensor(tensors[v].shape, getattr(torch, tensors[v].dtype), cpu, v in self.needs_gradient) for v in op.inputs]
-        values = iter(inputs)
-        args = [lower_argument(a, values, cpu) for a in op.args]
-        kwargs = {k: lower_argument(a, values, cpu) for k, a in op.kwargs}
+        args, kwargs = lower_arguments(op, inputs, cpu)
         try:
             with torch.enable_grad():
                 out = torch_operator(op.target)(*args, **kwargs)

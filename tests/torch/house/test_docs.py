@@ -175,3 +175,19 @@ def test_a_command_line_that_does_not_exist_is_seen() -> None:
     for words in (["paln", "gpt-10m"], ["plan", "gpt-10m", "--layuot", "x"], ["schedule"]):
         with pytest.raises(BaseException, match=r"."):
             cli_examples.require_understood(words)
+
+
+def _lines_with_this_path(text: str) -> list[str]:
+    return [line for line in text.splitlines() if f"{ROOT}/" in line]
+
+
+def test_no_page_names_where_this_checkout_lies() -> None:
+    """Pages that a benchmark writes quote messages, which name files."""
+    pages = [
+        ROOT / "README.md",
+        ROOT / "DESIGN.md",
+        ROOT / "CHANGELOG.md",
+        *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts),
+    ]
+    assert {page.name: found for page in pages if (found := _lines_with_this_path(page.read_text()))} == {}
+    assert _lines_with_this_path(f"could not read {ROOT}/examples/own_model.py") != []

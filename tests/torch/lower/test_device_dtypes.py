@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from shardwise.capture.fakes import device_fake_mode
+from shardwise.lower.device_dtypes import autocast_anywhere
 from shardwise.lower.kernels.randomness import DrawState
 from shardwise.lower.local import LocalStage, Lowering, lower
 from shardwise.lower.torch_calls import call_in_operand_dtype
@@ -50,16 +49,6 @@ def _lowered(graph: Graph, precision: str, device: torch.device) -> tuple[LocalS
     return lower(split(graph, ())[0], lowering), lowering
 
 
-@contextmanager
-def _autocast(device: torch.device) -> Iterator[None]:
-    torch.set_autocast_enabled(device.type, True)
-    torch.set_autocast_dtype(device.type, torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device.type, False)
-
-
 class _Recording(fx.Interpreter):
     """Runs a lowered graph, and records the dtypes of what its calls return, in order."""
 
@@ -76,7 +65,7 @@ class _Recording(fx.Interpreter):
 
 def _run(local: LocalStage, lowering: Lowering, device: torch.device) -> list[torch.dtype]:
     """Return the dtypes in which a lowered graph computes on a device, of which only the dispatcher is there."""
-    with device_fake_mode(), _autocast(device):
+    with device_fake_mode(), autocast_anywhere(device.type, torch.bfloat16):
         tensors = lowering.graph.tensors
         inputs = [torch.empty(tensors[v].shape, dtype=lowering.dtype(v), device=device) for v in local.variables]
         recording = _Recording(local.module)
@@ -99,16 +88,10 @@ def test_broken_twin_of_operators_left_to_a_gpus_autocast(graph: Graph, monkeypa
 def test_values_have_the_dtypes_in_which_they_are_sent(graph: Graph, precision: str) -> None:
     """Values that are sent to other stages are of the dtype that the receiver expects, or narrower; most of 16-bit ones are not widened."""
     values = [v for op in graph.operators for v in op.outputs]
-    _, lowering = _lowered(graph, precision, GPU)
-    told = [lowering.dtype(v) for v in values]
-    local, _ = _lowered(graph, precision, GPU)
-    with device_fake_mode(), _autocast(GPU):
-        tensors = graph.tensors
-        inputs = [torch.empty(tensors[v].shape, dtype=lowering.dtype(v), device=GPU) for v in local.variables]
-        recording = _Recording(local.module)
-        recording.run(*inputs)
-    assert len(told) == len(recording.dtypes)
-    assert all(found.itemsize <= sent.itemsize for found, sent in zip(recording.dtypes, told, strict=True))
+    local, lowering = _lowered(graph, precision, GPU)
+    told, found = [lowering.dtype(v) for v in values], _run(local, lowering, GPU)
+    assert len(told) == len(found)
+    assert all(made.itemsize <= sent.itemsize for made, sent in zip(found, told, strict=True))
     assert told.count(torch.bfloat16) >= (3 if precision == "bfloat16" else len(told) - 3)
 
 

@@ -21,7 +21,7 @@ from shardwise.capture.modes import Modes, evaluation_modes, in_modes
 from shardwise.capture.nesting import tensors_of
 from shardwise.errors import Infeasible, ModelError, UsageError
 from shardwise.lower.kernels.paged import PagedCache, SequenceSpan
-from shardwise.lower.torch_calls import lower_argument, torch_operator
+from shardwise.lower.torch_calls import lower_arguments, torch_operator
 from shardwise.model.graph import Graph
 from shardwise.model.positions import decoder_at_positions
 from shardwise.model.sharding.sharding import Prices
@@ -309,9 +309,7 @@ def _constant_value(value: str, graph: Graph, constants: Mapping[str, Tensor]) -
         pending += producers[name].inputs
     places = graph.producer_index
     for op in sorted({op.name: op for op in order}.values(), key=lambda op: places[op.outputs[0]]):
-        inputs = iter([values[v] for v in op.inputs])
-        args = [lower_argument(a, inputs, device) for a in op.args]
-        kwargs = {k: lower_argument(a, inputs, device) for k, a in op.kwargs}
+        args, kwargs = lower_arguments(op, [values[v] for v in op.inputs], device)
         out = torch_operator(op.target)(*args, **kwargs)
         values.update(zip(op.outputs, out if op.returns_sequence else (out,), strict=True))
     return values[value]
